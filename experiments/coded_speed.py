@@ -1,11 +1,11 @@
-"""Times decode steps of quantised weights and of bf16 weights, in turn, on this GPU.
+"""Times decode steps of quantised weights and of bf16 weights, alternately, on this GPU.
 
     python experiments/coded_speed.py WORK ... [--rounds 5] [--gpu h200] [--context 512] [--record FILE]
 
 A WORK is MODEL:WEIGHTS[:BATCH[:KNOB=VALUE,...]], such as llama3-8b:int4 or llama3.2-1b:int8:1:share=1,chunk=16384.
-WEIGHTS is a value of `flywheel search --weights`, or bf16. The schedule is RECORDED's for that work, else the one that
-comes with flywheel, else the first of a search, with the named knobs set. Works of one model, format and batch share
-their weights and are sampled in turn. A round loads and measures all works. Logits are first compared with the
+WEIGHTS is a value of `flywheel search --weights`, or bf16. The schedule is RECORDED's for that work, else the shipped
+one, else the one that a search tries first, with the named knobs set. Works of one model, format and batch share their
+weights and are sampled alternately. A round loads and measures all works. All tensors are first compared with the
 oracle's. Exits with 1 if one is wrong.
 """
 

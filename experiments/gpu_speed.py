@@ -4,8 +4,8 @@
         [--context 512] [--batch 1]
 
 A knob is one of the search's, or a size of `tiling` that no search varies, such as gemv.k_proj.N_tile. Each line
-compares the schedule with one knob changed to the schedule itself: 30 launches of each in turn, with an empty L2 cache,
-after their logits were compared with the eager oracle's. The first line compares the schedule with itself.
+compares the schedule with one knob changed to the schedule itself: 30 launches of each, alternating, with an empty L2
+cache, after all their tensors were compared with the eager oracle's. The first line compares the schedule with itself.
 """
 
 from __future__ import annotations

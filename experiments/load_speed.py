@@ -1,4 +1,4 @@
-"""How long a found schedule takes to load: `python experiments/load_speed.py llama3-8b`, and on a GPU with `--gpu-too`.
+"""Times the loading of a found schedule: `python experiments/load_speed.py llama3-8b`, and on a GPU with `--gpu-too`.
 
 The script lowers, proves, packs and compiles the schedule that comes with flywheel. It prints the CPU seconds of each
 part, and writes a bundle. Other processes read the bundle. They must import neither torch nor Optuna nor SQLAlchemy.

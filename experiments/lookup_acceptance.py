@@ -1,8 +1,11 @@
-"""Counts the tokens that one launch would give with prompt lookup, for known answers, without a model or a GPU.
+"""Counts the tokens that one launch would yield with prompt lookup decoding, for known answers, without a model or a
+GPU.
 
 An answer that edits code is a file with a name changed, and its prompt is the file itself. A text without repetition is
-a document, with its own beginning as the prompt. Tokens are words, gaps and signs. A launch gives the model's token and
-as many more as guesses were right. Usage: python experiments/lookup_acceptance.py > results/lookup_acceptance.txt
+a document, with its own beginning as the prompt. Tokens are words, gaps and signs. A launch yields the model's token
+and as many more as draft tokens were right.
+
+    python experiments/lookup_acceptance.py > results/lookup_acceptance.txt
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What prompt lookup gains: tokens a launch and us a token, on texts that repeat themselves and on others.
+"""Measures the gain of prompt lookup decoding: tokens per launch and us per token, on texts with and without
+repetition.
 
     python experiments/lookup_speed.py --model llama3.2-1b --guesses 3
 
@@ -6,8 +7,8 @@ Weights are random, so a model's own text means nothing. The texts are known (th
 choice of the program is replaced by the token that the text has there. Everything else is as ever: guesses from the
 text so far, launches of 1 + guesses rows on one cache, the host that awaits each. "alone" is the program of one row,
 whose launches are queued ahead, at the same positions. Last comes the model's own greedy text: with guesses, with none
-by the same program, which must be the same, and with none by the program of one row, whose roundings differ.
-With `--device reference`, a small model shows the same tokens a launch, and times mean nothing.
+by the same program, which must be the same, and with none by the program of one row, whose roundings differ. With
+`--device reference`, a small model shows the same tokens a launch, and times mean nothing.
 """
 
 from __future__ import annotations

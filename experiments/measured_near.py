@@ -1,11 +1,11 @@
-"""After how many measurements searches are near the best known, many seeds of a work in one process:
+"""Counts the measurements after which searches are near the best known, for many seeds of a work in one process:
 
     python experiments/measured_near.py --gpu h200 --works llama3.2-1b:60:5,qwen3-0.6b:60:5 --known llama3.2-1b=685.1
 
 A work is MODEL:TRIALS:SEEDS. Searches are cold, and each has a store of its own: none knows another's measurements.
 They share what a search does before its first trial: the GPU worker with the model's weights, compiled kernels, and
-predictions. They hold no final. So their seconds say nothing; measured_search.py has those of whole commands. "near"
-is the number of the measurement that is the first within NEAR of the best of all searches of the model, or of --known
+predictions. They hold no final. So their seconds say nothing; measured_search.py has those of whole commands. "near" is
+the number of the measurement that is the first within NEAR of the best of all searches of the model, or of --known
 where that is less.
 """
 

@@ -1,4 +1,4 @@
-"""Where the wall time of measured trials goes, in the process that owns the GPU:
+"""Splits the wall time of measured trials into parts, in the process that owns the GPU:
 
     python experiments/measured_parts.py --works llama3.2-1b:results.4c6a0c0.tsv:60,llama3-8b:results.4c6a0c0.tsv:60
 
@@ -6,7 +6,7 @@ A work is MODEL:ROWS:TRIALS. The first trials of the last measured campaign of t
 measured again, each beside the best before it, as a search does. First come the parts of a start: imports, the GPU's
 context, and the bench with its weights, model, judge and packed matrices. Then, by the number of samples, medians in ms
 of a trial's parts. A part lies inside the one whose name begins its own. "open" unpickles the program, "load" puts it
-on the GPU, "judge" examines it, "turns" samples it beside its rival, and "batch" and "again" follow.
+on the GPU, "judge" examines it, "turns" times it alternately with its rival, and "batch" and "again" follow.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ H200.
 
 Every row is a graph. It has the graph's own schedule; the best of a search over orders, events, launches and, in `any
 W`, numbers of workers; and the best that is launched just in time. It also has bounds of all orders: a worker for every
-task (`unqueued`), the longest way, and the load of 128 workers. `events` counts the events that could be split. Graphs
-of the tests are at 512 tokens, the others at the context at which MPK was measured. Racy graphs are repaired first;
-their rows end in *.
+task (`unqueued`), the critical path, and the load of 128 workers. `events` counts the events that could be split.
+Graphs of the tests are at 512 tokens, the others at the context at which MPK was measured. Racy graphs are repaired
+first; their rows end in *.
 """
 
 from __future__ import annotations

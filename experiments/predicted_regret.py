@@ -1,4 +1,4 @@
-"""How far searches end behind the best known predictions, over seeds: `python experiments/predicted_regret.py`.
+"""Measures searches' regret against the best known predictions: `python experiments/predicted_regret.py`.
 
 Whole models are searched from the known good schedules on, with three trials at a time, as in a campaign of two jobs.
 Every trial is lowered and predicted, but not proved; search_rate.py times whole trials. A search has RATES times as

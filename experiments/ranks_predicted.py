@@ -1,9 +1,9 @@
 """Predicts a step on two, four and eight H200 by the cost model, beside a decode skeleton on two.
 
 `python experiments/ranks_predicted.py`: batch 1, bf16, context 512; of the schedules that a search tries first, the one
-predicted to be fastest. Nothing here is measured with flywheel: its VM runs one GPU. The skeleton is a persistent
-kernel without attention. It streams weights of the model's shapes and hands over rows five times a layer; the owner of
-a slice adds the pushes of both GPUs. It was timed on two H200 with NVLink.
+predicted to be fastest. Nothing here is measured with flywheel: it has not run on more than one GPU. The skeleton is a
+persistent kernel without attention. It streams weights of the model's shapes and hands over rows five times a layer;
+the owner of a slice adds the pushes of both GPUs. It was timed on two H200 with NVLink.
 """
 
 from __future__ import annotations

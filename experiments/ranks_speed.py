@@ -1,4 +1,4 @@
-"""What a user with several GPUs of one host runs instead: tensor parallelism in PyTorch over NCCL, timed on them.
+"""Times what a user with several GPUs of one host would run without flywheel: tensor parallelism in PyTorch over NCCL.
 
     python experiments/ranks_speed.py --ranks 2 --output results/gpu/ranks_nccl.txt
     python experiments/ranks_speed.py --ranks 2 --device cpu --models folder-of-a-tiny-model
@@ -6,9 +6,9 @@
 One process a GPU; batch 1, bf16, random weights, at the last position of the context. "cublas" is the step in plain
 torch, "compile" what torch.compile makes of it; each is a CUDA graph with its all-reduces. The oracle judges a model of
 the same shapes, cut to as many layers as one GPU holds beside its rank's part, on every rank. Then the steps of the
-whole model are timed in turn, LAUNCHES launches back to back a round; a round's time is that of the slowest rank. What
-flywheel is predicted to take is results/ranks_predicted.txt's: it is not measured here. On CPUs the ranks meet over
-gloo: steps are judged, and nothing is timed.
+whole model are timed alternately, LAUNCHES launches back to back a round; a round's time is that of the slowest rank.
+What flywheel is predicted to take is results/ranks_predicted.txt's: it is not measured here. On CPUs the ranks meet
+over gloo: steps are judged, and nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How near samplers come to the best measured schedule, replayed on campaigns' measurements, over seeds:
+"""Measures how near samplers come to the best measured schedule, by replaying campaigns' measurements, over seeds:
 
     python experiments/replay_measured.py results/gpu/results.tsv results/gpu/results.5e854ba.tsv --model llama3-8b
 

@@ -1,4 +1,4 @@
-"""CPU time that the host takes for a token of `flywheel serve`, process by process, behind a device that takes none.
+"""CPU time of the host per token of `flywheel serve`, by process, with a device that takes no time.
 
     python experiments/serve_host.py [--rows 1 8] [--tokens 20000]
 

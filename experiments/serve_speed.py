@@ -1,4 +1,4 @@
-"""What clients of `flywheel serve` wait for: the first token and each further one, with 1 client and with 8.
+"""Times `flywheel serve` as its clients see it: the first token and each further one, with 1 client and with 8.
 
     python experiments/serve_speed.py llama3-8b [--weights int4] [--rows 1 8] [--max-tokens 256]
 

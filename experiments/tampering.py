@@ -1,10 +1,10 @@
-"""Measures both sides of the verdict: the errors of right programs, and the errors of programs that lie in one
-operation.
+"""Measures both sides of the verdict: the errors of correct programs, and the errors of programs with a fault injected
+into one operation.
 
     python experiments/tampering.py [--part wrong|formats|right] [--layers N] [--draws N] >> results/tampering.txt
 
-wrong: each lie of tests/lies.py in the first, the middle and the last layer, on the reference VM, bf16, context 512. Of
-the three layers, the one with the smallest error counts. formats: each lie of tests/lies_of_formats.py about codes,
+wrong: each fault of tests/lies.py in the first, the middle and the last layer, on the reference VM, bf16, context 512.
+Of the three layers, the one with the smallest error counts. formats: each fault of tests/lies_of_formats.py in codes,
 scales and zero points, for each matrix of a small model. The matrix and layer with the smallest error count. right:
 configs drawn from the search space of small models of every family, in every dtype and of several batches, on the
 reference VM; and some configs on the CUDA VM's own kernels, compiled for the CPU. Fails if a margin does not hold.
