@@ -98,9 +98,8 @@ def weights_option(function: _F) -> _F:
     """`--weights`, None where not given."""
     return click.option(
         "--weights", cls=SharedOption, metavar="FORMAT[,ROLE=FORMAT]",
-        help="Format of weight matrices: fp8, int8 or int4; variants such as int4-g64-zeros and fp8-block; a role "
-             "of its own such as int4,lm_head=fp8.  "
-             "[default: the dtype]",
+        help="Format of weight matrices: fp8, int8 or int4; also variants, such as int4-g64-zeros and fp8-block, and "
+             "formats by role, such as int4,lm_head=fp8.  [default: the dtype]",
     )(function)  # fmt: skip
 
 
