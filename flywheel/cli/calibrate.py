@@ -13,11 +13,13 @@ from flywheel.cli.options import SharedOption, check_writable, command, json_opt
 from flywheel.cli.provenance import find_campaign
 from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table
 from flywheel.cost_model import MODEL_VERSION
+from flywheel.cost_model.calibration import constants
 
 if TYPE_CHECKING:
     from flywheel.search.knowledge.calibrating import Calibrated, Selection
 
 _BOUNDS: Final = "read_gbs at most {read_gbs:,.0f}, visibility_us at least {visibility_us:.2f}"
+_LINK: Final = "{one_way_us:.2f} us one way ({same_gpu_us:.2f} on one GPU), {gbs:,.0f} GB/s"
 _MOST_JOBS: Final = 8
 
 
@@ -63,10 +65,11 @@ def calibrate(
         selection = select(opened, gpu, campaigns, kernels)
         gpu_name = selection.place["gpu_name"]
         ceiling = None if gpu_name is None else opened.ceiling(gpu_name)
+        links = [] if gpu_name is None else opened.links(gpu_name)
     if ceiling is None:
         note(f"flywheel: no probe of {gpu_name} in the store bounds its read rate; flywheel doctor --probe adds one")
     with open_pool(jobs or min(os.cpu_count() or 1, _MOST_JOBS)) as pool:
-        found = run_calibration(selection, ceiling, held_back, pool, lambda told: note(f"flywheel: {told}"))
+        found = run_calibration(selection, ceiling, held_back, pool, lambda told: note(f"flywheel: {told}"), links)
     document = _document(selection, found, output)
     if as_json:
         show_json(document)
@@ -90,7 +93,7 @@ def _document(selection: Selection, found: Calibrated, output: Path) -> dict[str
         "few": dict(selection.few),
         "disturbed": [work.workload.model for work in selection.works if work.disturbed],
         "works": [asdict(work) for work in found.works],
-        "machine": asdict(found.calibration.machine),
+        "machine": constants(found.calibration.machine),
     }
 
 
@@ -113,6 +116,7 @@ def _show(document: dict[str, Any]) -> None:
                 ("campaigns", ", ".join(document["campaigns"])),
                 ("imported", f"{document['imported']:,} of these rows" if document["imported"] else None),
                 ("probed", _BOUNDS.format(**probed) if probed else None),
+                ("link", _LINK.format(**link) if (link := document["machine"].get("link")) else None),
                 ("disturbed", ", ".join(document["disturbed"]) or None),
                 ("left out", "; ".join(left_out) or None),
                 ("predictor", f"{document['predictor']} (not {document['before']})"),

@@ -39,14 +39,16 @@ EXTRAS: Final = {
 
 
 @command
-@click.option("--probe", is_flag=True, help="Measure and store the GPU's read rate and hand-off time.")
+@click.option("--probe", is_flag=True,
+              help="Measure and store the GPU's read rate, its hand-off time, and its links to other GPUs.")
 @store_option
 @json_option
-def doctor(probe: bool, store: str, as_json: bool) -> None:
+def doctor(probe: bool, store: str, as_json: bool) -> None:  # fmt: skip
     """Show what this machine has: Python, packages, GPU and store. Exits 0 whatever it finds.
 
     With --probe it first measures the GPU for some seconds: the best rate at which plain kernels read its memory, and
-    the time of a hand-off between two SMs. Exit code 4 if there is no GPU to probe.
+    the time of a hand-off between two SMs. Where this machine has more GPUs, it also measures the link between the
+    first GPU and each other one. Exit code 4 if there is no GPU to probe.
     """
     from flywheel.measure.environment import capture_environment
     from flywheel.search.trials.device import missing_modules
@@ -96,10 +98,12 @@ def _match(device: Device | None) -> str | None:
 
 
 def _probe(url: str, environment: Environment) -> None:
-    """Measure the GPU and add the numbers to the store. Raises as `open_gpu`, `probe` and `open_store`."""
+    """Measure the GPU and its links, and store the numbers. Raises as `open_gpu`, `probe` and `open_store`."""
     from flywheel.measure.ceiling import Ceiling
+    from flywheel.measure.peer_link import PeerLink
     from flywheel.store.sql import open_store
     from flywheel.vm.gpu.driver import open_gpu
+    from flywheel.vm.gpu.link_probes import probe_links
     from flywheel.vm.gpu.probes import probe
 
     gpu = open_gpu()
@@ -107,7 +111,10 @@ def _probe(url: str, environment: Environment) -> None:
         note(f"flywheel: probing {gpu.name}")
         found = probe(gpu)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        store.append_ceiling(Ceiling(gpu.name, environment.driver, environment.host, **asdict(found), created_at=now))
+        where = gpu.name, environment.driver, environment.host
+        store.append_ceiling(Ceiling(*where, **asdict(found), created_at=now))
+        links = probe_links(gpu, lambda told: note(f"flywheel: {told}"))
+        store.append_links([PeerLink(*where, **asdict(each), created_at=now) for each in links])
 
 
 def _store(url: str, gpu: str | None) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def _store(url: str, gpu: str | None) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "name": None, "exists": False, "writable": None, "schema_version": None, "campaigns": None, "trials": None,
-        "problem": None, "ceiling": None,
+        "problem": None, "ceiling": None, "links": [],
     }  # fmt: skip
     try:
         where = make_store_url(url)
@@ -131,12 +138,13 @@ def _store(url: str, gpu: str | None) -> dict[str, Any]:
         with open_store(url, create=False) as store:
             summaries = store.campaigns()
             ceiling = None if gpu is None else store.ceiling(gpu)
+            links = [] if gpu is None else store.links(gpu)
     except StoreError as error:
         return {**found, "problem": str(error)}
     trials = sum(summary.trials for summary in summaries)
     return {
         **found, "exists": True, "schema_version": SCHEMA_VERSION, "campaigns": len(summaries), "trials": trials,
-        "ceiling": None if ceiling is None else asdict(ceiling),
+        "ceiling": None if ceiling is None else asdict(ceiling), "links": [asdict(each) for each in links],
     }  # fmt: skip
 
 
@@ -154,6 +162,7 @@ def _show(report: dict[str, Any]) -> None:
           for extra, absent in report["extras"].items()),
         ("GPU", _gpu_line(gpu)),
         ("measured", _ceiling_line(gpu, store["ceiling"])),
+        *(("link", _link_line(link)) for link in store["links"]),
         ("store", _store_line(store)),
     ]  # fmt: skip
     show(*pairs(lines, indent=""))
@@ -186,6 +195,15 @@ def _ceiling_line(gpu: dict[str, Any], ceiling: dict[str, Any] | None) -> str | 
     return (
         f"reads {ceiling['read_gbs']:,.0f} GB/s{of} with {ceiling['read_kernel']}; "
         f"a hand-off takes {ceiling['hand_off_us']:.2f} us"
+    )
+
+
+def _link_line(link: dict[str, Any]) -> str:
+    """The line that says what a probe measured of a pair of GPUs."""
+    return (
+        f"GPU 0 and GPU {link['peer']}: 512 bytes take {link['one_way_us']:.2f} us to the other GPU, polled, and "
+        f"{link['same_gpu_us']:.2f} us to another SM; copies {link['to_gbs']:,.0f} GB/s there and "
+        f"{link['from_gbs']:,.0f} back at once"
     )
 
 

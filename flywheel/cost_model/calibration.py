@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
+from flywheel.cost_model.links import Link
 from flywheel.cost_model.machine import Consumer, Machine, Vector
 from flywheel.cost_model.predict import MODEL_VERSION, predict_us
 from flywheel.errors import IrFormatError, UsageError
@@ -20,6 +21,8 @@ from flywheel.measure.latency import PredictedLatency
 FORMAT: Final = "flywheel-machine"
 FORMAT_VERSION: Final = 3
 
+_LINK: Final = "link"
+"""The part of a machine that a file need not have."""
 _LEAST: Final = 1e-6
 _MOST: Final = 1e9
 _MAY_BE_ZERO: Final = frozenset(
@@ -61,8 +64,13 @@ class Calibration:
     @property
     def predictor(self) -> Predictor:
         """The cost model with these constants; its version names both."""
-        canonical = json.dumps(asdict(self.machine), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(constants(self.machine), sort_keys=True, separators=(",", ":"))
         return Predictor(self.machine, f"{MODEL_VERSION}+cal:{sha256(canonical.encode()).hexdigest()[:8]}")
+
+
+def constants(machine: Machine) -> dict[str, Any]:
+    """The constants of a machine, JSON-ready; without a link where none was probed."""
+    return {name: value for name, value in asdict(machine).items() if name != _LINK or value is not None}
 
 
 def dump_calibration(calibration: Calibration) -> str:
@@ -72,7 +80,7 @@ def dump_calibration(calibration: Calibration) -> str:
         "version": FORMAT_VERSION,
         "model_version": MODEL_VERSION,
         "predictor": calibration.predictor.version,
-        "machine": asdict(calibration.machine),
+        "machine": constants(calibration.machine),
         "provenance": dict(calibration.provenance),
     }
     return json.dumps(document, sort_keys=True, indent=2, allow_nan=False) + "\n"
@@ -125,7 +133,7 @@ def calibration_from_document(document: object, where: str) -> Calibration:
 
 
 def _machine(data: object, where: str) -> Machine:
-    values = _record(data, Machine, f"{where}: machine")
+    values = _record({_LINK: None, **data} if isinstance(data, dict) else data, Machine, f"{where}: machine")
     name, source, num_sms = values["name"], values["source"], values["num_sms"]
     if not (isinstance(name, str) and name):
         raise UsageError(f"{where}: machine.name {show(name)} is not a name")
@@ -135,9 +143,10 @@ def _machine(data: object, where: str) -> Machine:
         raise UsageError(f"{where}: machine.num_sms {show(num_sms)} is not a positive integer")
     parts = {
         part: kind(**_numbers(_record(values[part], kind, f"{where}: machine.{part}"), f"{where}: machine.{part}"))
-        for part, kind in (("consumer", Consumer), ("vector", Vector))
+        for part, kind in (("consumer", Consumer), ("vector", Vector), (_LINK, Link))
+        if part != _LINK or values[_LINK] is not None
     }
-    built: dict[str, Any] = {"name": name, "source": source, "num_sms": num_sms, **parts}
+    built: dict[str, Any] = {"name": name, "source": source, "num_sms": num_sms, _LINK: None, **parts}
     rest = {field: value for field, value in values.items() if field not in built}
     machine = Machine(**built | _numbers(rest, f"{where}: machine"))
     if machine.ask_us and machine.patience_us < _LEAST_PATIENCE_US:

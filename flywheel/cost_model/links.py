@@ -6,13 +6,14 @@ arrived. The engine prices that as a hand-off on one GPU. `exchanges_us` adds th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Task
 from flywheel.ir.access import tile_rows
 from flywheel.ir.tiles import stretches_of
+from flywheel.measure.peer_link import PeerLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,14 @@ NVLINK: Final = Link(0.935, 0.475, 396.0)
 the same link, which was not measured."""
 
 
+def link_of(probed: Sequence[PeerLink]) -> Link | None:
+    """The link of one probing's pairs: that of the slowest, since all GPUs wait for each other. None without pairs."""
+    if not probed:
+        return None
+    farthest = max(probed, key=lambda each: each.one_way_us - each.same_gpu_us)
+    return Link(farthest.one_way_us, farthest.same_gpu_us, min(min(each.to_gbs, each.from_gbs) for each in probed))
+
+
 def exchanges_us(program: MegakernelProgram, link: Link = NVLINK) -> float:
     """The time that a launch's exchanges add to its hand-offs, if nothing hides it; 0 for a program of one GPU."""
     if program.ranks == 1:
@@ -42,7 +51,7 @@ def exchanges_us(program: MegakernelProgram, link: Link = NVLINK) -> float:
         source = record.inputs[0]
         pushed = buffers[source].dtype.nbytes(columns)
         nbytes[record.rank][source] = nbytes[record.rank].get(source, 0) + pushed
-    further_us = link.one_way_us - link.same_gpu_us
+    further_us = max(0.0, link.one_way_us - link.same_gpu_us)
     return max([len(each) * further_us + sum(each.values()) / (link.gbs * 1e3) for each in nbytes])
 
 

@@ -37,6 +37,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import Final, Literal
 
+from flywheel.cost_model.links import NVLINK, Link
 from flywheel.ir.dtype import DType
 from flywheel.ir.target import TARGETS, GpuTarget
 from flywheel.plan import KernelVariant
@@ -154,6 +155,13 @@ class Machine:
     """Longest wait for a counter without a question to the host."""
     ask_us: float = 0.0
     """The host's answer to one SM."""
+    link: Link | None = None
+    """The link to another such GPU, as probed; None where none was, and NVLINK stands for it."""
+
+    @property
+    def assumed_link(self) -> Link:
+        """The link that predictions of several GPUs have."""
+        return self.link or NVLINK
 
     @property
     def share(self) -> float:

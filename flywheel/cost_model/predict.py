@@ -62,7 +62,7 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
     """
     if program.ranks > 1:
         slowest = max((predict(alone(program, rank), machine) for rank in range(program.ranks)), key=_latency)
-        return replace(slowest, latency_us=slowest.latency_us + exchanges_us(program))
+        return replace(slowest, latency_us=slowest.latency_us + _exchanges_us(program, machine))
     demand, machine, queues, trace = _run(program, machine)
     floor = _floor_us(program)
     work = queues.work_us.tolist()
@@ -79,7 +79,8 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> float:
     """Only the latency of `predict`, for searches. Raises as `predict`."""
     if program.ranks > 1:
-        return max(predict_us(alone(program, rank), machine) for rank in range(program.ranks)) + exchanges_us(program)
+        slowest = max(predict_us(alone(program, rank), machine) for rank in range(program.ranks))
+        return slowest + _exchanges_us(program, machine)
     _, machine, _, trace = _run(program, machine)
     return _latency_us(trace, machine, _floor_us(program))
 
@@ -99,6 +100,11 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
             demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(), strict=True
         )
     ]
+
+
+def _exchanges_us(program: MegakernelProgram, machine: Machine | None) -> float:
+    assert program.target is not None
+    return exchanges_us(program, (machine or machine_for(program.target)).assumed_link)
 
 
 def _timeline_of(program: MegakernelProgram, rank: int, machine: Machine | None) -> list[TaskSpan]:

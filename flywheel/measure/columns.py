@@ -22,7 +22,10 @@ _MOST_US: Final = 1e12
 _MOST_S: Final = 1e9
 _INT32: Final = 2**31 - 1
 _INT64: Final = 2**63 - 1
-_TIMES_US: Final = ("predicted_us", "latency_us", "p10_us", "p90_us", "batch_us", "rival_us", "floor_us", "hand_off_us")
+_TIMES_US: Final = (
+    "predicted_us", "latency_us", "p10_us", "p90_us", "batch_us", "rival_us", "floor_us", "hand_off_us", "one_way_us",
+    "same_gpu_us",
+)  # fmt: skip
 _TIMES_S: Final = ("ask_s", "lower_s", "validate_s", "measure_s")
 _RANGES: Final = MappingProxyType(
     {
@@ -41,7 +44,8 @@ _RANGES: Final = MappingProxyType(
         "floor_fraction": (1e-15, 1e15),
         "gain_low_us": (-_MOST_US, _MOST_US),
         "gain_high_us": (-_MOST_US, _MOST_US),
-        "read_gbs": (1e-6, 1e9),
+        "peer": (0, _INT32),
+        **dict.fromkeys(("read_gbs", "to_gbs", "from_gbs"), (1e-6, 1e9)),
         **dict.fromkeys(_TIMES_US, (1e-6, _MOST_US)),
         **dict.fromkeys(_TIMES_S, (0.0, _MOST_S)),
     }

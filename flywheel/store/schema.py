@@ -21,7 +21,7 @@ from sqlalchemy.types import TypeEngine
 
 from flywheel.measure.record import COLUMNS, TrialRecord
 
-SCHEMA_VERSION: Final = "0006"
+SCHEMA_VERSION: Final = "0007"
 """Revision of the newest migration."""
 
 VERSION_TABLE: Final = "schema_version"
@@ -96,6 +96,23 @@ ceilings: Final = Table(
     Index("ix_ceilings_gpu", "gpu"),
 )
 """The measurements of `flywheel doctor --probe`, append-only; the newest row of a GPU counts."""
+
+links: Final = Table(
+    "links",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("gpu", Text, nullable=False),
+    Column("gpu_driver", Text),
+    Column("host", Text, nullable=False),
+    Column("peer", BigInteger, nullable=False),
+    Column("one_way_us", Double, nullable=False),
+    Column("same_gpu_us", Double, nullable=False),
+    Column("to_gbs", Double, nullable=False),
+    Column("from_gbs", Double, nullable=False),
+    Column("created_at", Text, nullable=False),
+    Index("ix_links_gpu", "gpu"),
+)
+"""What the same command measures between GPU 0 and each `peer`, append-only; the rows of its newest run count."""
 
 
 def record_values(record: TrialRecord) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from flywheel.ir.show import show
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.columns import fault_of
 from flywheel.measure.outcome import LASTING_OUTCOMES, OUTCOME_NAMES
+from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
 from flywheel.store.claims import Claims, keep_to_oneself
@@ -39,7 +40,7 @@ from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
 from flywheel.store.places import file_of, make_store_url
 from flywheel.store.presence import enter
-from flywheel.store.schema import campaigns, ceilings, record_values, trials
+from flywheel.store.schema import campaigns, ceilings, links, record_values, trials
 
 _RECORD: Final = tuple(trials.c[column.name] for column in COLUMNS)
 
@@ -230,6 +231,27 @@ class Store:
             row = connection.execute(query).mappings().first()
         try:
             return None if row is None else Ceiling(**row)
+        except ValueError as error:
+            raise StoreError(f"store {self.name}: {error}") from error
+
+    def append_links(self, found: Sequence[PeerLink]) -> None:
+        """Add what one probing of a machine's links found."""
+        if found:
+            with writing(self._engine, self.name) as connection:
+                connection.execute(insert(links), [asdict(each) for each in found])
+
+    def links(self, gpu: str) -> list[PeerLink]:
+        """What the newest probing of links between GPUs of that name found, by peer; empty where there was none."""
+        newest = select(links.c.host, links.c.created_at).where(links.c.gpu == gpu).order_by(links.c.id.desc()).limit(1)
+        columns = [links.c[field.name] for field in fields(PeerLink)]
+        with reading(self._engine, self.name) as connection:
+            run = connection.execute(newest).first()
+            if run is None:
+                return []
+            same = links.c.gpu == gpu, links.c.host == run.host, links.c.created_at == run.created_at
+            rows = connection.execute(select(*columns).where(*same).order_by(links.c.peer)).mappings().all()
+        try:
+            return [PeerLink(**row) for row in rows]
         except ValueError as error:
             raise StoreError(f"store {self.name}: {error}") from error
 

@@ -12,10 +12,12 @@ from click.testing import Result
 
 from flywheel.cost_model import MACHINES, MODEL_VERSION, predict
 from flywheel.cost_model.calibration import Calibration, dump_calibration, read_calibration
+from flywheel.cost_model.links import Link
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
+from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.verdict import judge
 from flywheel.plan import program_id
 from flywheel.search.rows import to_record
@@ -39,6 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Path:
     with open_store(path) as store:
         store.create_campaign(to_campaign(spec, "ran", decoder=asdict(imagined.SPECS[0]), created_at=now))
         store.append_ceiling(Ceiling("Few", "1", "host", 205.0, "ring", 0.6, now))
+        store.append_links([PeerLink("Few", "1", "host", 1, 1.25, 0.5, 380.0, 390.0, now)])
         for trial, program in enumerate(imagined.programs(0, 60)[:20]):
             us = predict(program, imagined.TRUTH).latency_us * chance.gauss(1.0, 0.02)
             latency = MeasuredLatency(us, us, us, 30, 3, "flushed", gpu_state=GpuState(throttle="none", strangers=0))
@@ -72,6 +75,8 @@ def test_a_calibration_is_written_and_scored(measured: Path, run: Run) -> None:
     assert written.machine.visibility_us >= 0.6
     assert written.machine.read_gbs <= 205.0
     assert written.provenance["kernels"] == "abc"
+    assert written.machine.link == Link(1.25, 0.5, 380.0)
+    assert document["machine"]["link"] == asdict(written.machine.link)
     assert "flywheel: fitting to 10 programs" in result.stderr
 
 
@@ -82,6 +87,7 @@ def test_the_text_has_before_and_after(measured: Path, run: Run) -> None:
     assert "Spearman before" in result.stdout
     assert "small, bf16, context 256" in result.stdout
     assert "kernels abc" in result.stdout
+    assert "1.25 us one way (0.50 on one GPU), 380 GB/s" in result.stdout
     assert Path("m.json").exists()
 
 

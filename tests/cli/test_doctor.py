@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
@@ -14,7 +15,10 @@ from flywheel.cli.doctor import DEPENDENCIES, EXTRAS
 from flywheel.errors import NoGpuError
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.environment import capture_environment
+from flywheel.measure.peer_link import PeerLink
 from flywheel.store.sql import open_store
+from flywheel.vm.gpu.link_probes import ProbedLink
+from flywheel.vm.gpu.probes import Probed
 
 Run = Callable[..., Result]
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -67,6 +71,41 @@ def test_doctor_shows_what_was_measured_of_this_gpu_and_of_no_other(
     shown = run("doctor", "--store", store).stdout
     assert "reads 4,608 GB/s (96.0 % of the datasheet's) with ring of 6 x 32 KiB an SM" in shown
     assert "a hand-off takes 1.25 us" in shown
+
+
+def test_doctor_shows_a_line_for_each_pair_of_gpus_that_was_probed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, "NVIDIA H200")
+    store = str(tmp_path / "trials.db")
+    link = PeerLink("NVIDIA H200", "1", "lab", 1, 0.94, 0.48, 396.0, 395.0, "2026-01-02T03:04:05+00:00")
+    with open_store(store) as opened:
+        opened.append_links([link, replace(link, peer=2, one_way_us=1.31)])
+    lines = [line for line in run("doctor", "--store", store).stdout.splitlines() if line.startswith("link")]
+    assert [" ".join(line.split()) for line in lines] == [
+        f"link GPU 0 and GPU {peer}: 512 bytes take {us} us to the other GPU, polled, and 0.48 us to another SM; "
+        "copies 396 GB/s there and 395 back at once"
+        for peer, us in ((1, 0.94), (2, 1.31))
+    ]
+    found = json.loads(run("doctor", "--store", store, "--json").stdout)["store"]["links"]
+    assert [each["peer"] for each in found] == [1, 2]
+
+
+def test_a_probe_measures_links_too_and_says_which_pair_has_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def probe_links(gpu: object, watch: Callable[[str], None]) -> list[ProbedLink]:
+        watch("GPU 0 (a) and GPU 2 (b) have no access to each other's memory: programs of several ranks need it")
+        return [ProbedLink(1, 0.94, 0.48, 396.0, 395.0)]
+
+    pretend(monkeypatch, "NVIDIA H200")
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: SimpleNamespace(name="NVIDIA H200"))
+    monkeypatch.setattr("flywheel.vm.gpu.probes.probe", lambda _: Probed(4600.0, "ring", 0.6))
+    monkeypatch.setattr("flywheel.vm.gpu.link_probes.probe_links", probe_links)
+    result = run("doctor", "--probe", "--store", str(tmp_path / "trials.db"))
+    assert result.exit_code == 0
+    assert "GPU 0 and GPU 1: 512 bytes take 0.94 us" in result.stdout
+    assert "flywheel: GPU 0 (a) and GPU 2 (b) have no access to each other's memory" in result.stderr
 
 
 def test_probing_without_a_gpu_is_code_4_and_leaves_no_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from flywheel.cost_model import MACHINES, MODEL_VERSION, STOCK, Vector, open_predictor, predict
 from flywheel.cost_model.calibration import Calibration, dump_calibration, read_calibration
+from flywheel.cost_model.links import Link
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, MegakernelProgram
 
@@ -28,6 +29,20 @@ def test_a_file_is_read_as_it_was_written(file: Path) -> None:
     again = read_calibration(file)
     assert again == CALIBRATION
     assert dump_calibration(again) == file.read_text(encoding="utf-8")
+
+
+def test_a_probed_link_is_in_the_file_and_one_that_was_not_probed_is_not(tmp_path: Path) -> None:
+    linked = Calibration(replace(MACHINE, link=Link(1.25, 0.5, 380.0)), {})
+    path = tmp_path / "linked.json"
+    path.write_text(dump_calibration(linked), encoding="utf-8")
+    assert read_calibration(path) == linked
+    assert open_predictor(path, TARGETS["h200"]).version == linked.predictor.version != CALIBRATION.predictor.version
+    assert "link" not in json.loads(dump_calibration(CALIBRATION))["machine"]
+    document = json.loads(path.read_text(encoding="utf-8"))
+    del document["machine"]["link"]["gbs"]
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"linked\.json: machine\.link\.gbs is missing$"):
+        read_calibration(path)
 
 
 def test_predictions_of_other_constants_have_another_version(file: Path) -> None:
@@ -81,6 +96,7 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
         (edit("machine", "copy_us", remove=True), r"machine\.copy_us is missing"),
         (edit("machine", "speed", value=1), r"machine\.speed is not known"),
         (edit("machine", "vector", "norm_us", value="1"), r"machine\.vector\.norm_us '1' is not a number in 0\.\."),
+        (edit("machine", "link", value=[]), r"machine\.link is not an object"),
         (edit("machine", "read_gbs", value=0), r"machine\.read_gbs 0 is not a number in 1e-06\.\.1e\+09"),
         (edit("machine", "read_gbs", value=float("nan")), r"machine\.read_gbs nan is not a number"),
         (edit("machine", "read_gbs", value=10**400), r"JSON: integer .* has more than 64 bits"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from imagined import SPECS, TARGET
 
 from flywheel.cost_model import predict, timeline
-from flywheel.cost_model.links import NVLINK, exchanges_us
+from flywheel.cost_model.links import NVLINK, Link, exchanges_us, link_of
+from flywheel.cost_model.machine import machine_for
 from flywheel.cost_model.predict import predict_us
 from flywheel.ir import MegakernelProgram, program_from_json, program_to_json
 from flywheel.lowering.lower import lower
+from flywheel.measure.peer_link import PeerLink
 from flywheel.models.catalog import CATALOG
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
@@ -35,6 +38,27 @@ def test_an_exchange_adds_the_further_way_and_its_bytes(batch: int) -> None:
     further = exchanges * (NVLINK.one_way_us - NVLINK.same_gpu_us)
     assert exchanges_us(program) == pytest.approx(further + nbytes / NVLINK.gbs / 1e3, rel=0.01)
     assert exchanges_us(program_from_json(program_to_json(program))) == pytest.approx(exchanges_us(program))
+
+
+def pair(peer: int, one_way_us: float, gbs: float) -> PeerLink:
+    return PeerLink("Few", None, "lab", peer, one_way_us, 0.5, gbs, gbs + 1, "2026-01-02T03:04:05+00:00")
+
+
+def test_the_slowest_pair_of_a_probe_is_the_link() -> None:
+    assert link_of([]) is None
+    assert link_of([pair(1, 0.9, 390.0), pair(2, 1.4, 400.0), pair(3, 1.0, 380.0)]) == Link(1.4, 0.5, 380.0)
+
+
+def test_a_probed_link_prices_the_exchanges_and_leaves_one_gpu_alone() -> None:
+    slow = replace(machine_for(TARGET), link=Link(5.0, 0.5, 20.0))
+    program = shared(2)
+    more = exchanges_us(program, Link(5.0, 0.5, 20.0)) - exchanges_us(program)
+    assert more > 0
+    for predicted in (predict_us, lambda *given: predict(*given).latency_us):
+        assert predicted(program, slow) - predicted(program) == pytest.approx(more)
+        assert predicted(shared(1), slow) == predicted(shared(1))
+    assert exchanges_us(program, Link(0.4, 0.5, 1e6)) < exchanges_us(program, Link(0.6, 0.5, 1e6))
+    assert exchanges_us(program, Link(0.4, 0.5, 1e6)) >= 0
 
 
 def test_both_predictions_of_several_gpus_agree() -> None:

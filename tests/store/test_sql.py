@@ -17,6 +17,7 @@ from sqlalchemy import func, select
 import flywheel
 from flywheel.errors import StoreError
 from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
 from flywheel.store.engine import reading
@@ -227,3 +228,15 @@ def test_the_newest_probing_of_a_gpu_holds(store: Store) -> None:
     for found in (first, second, replace(first, gpu="NVIDIA L4")):
         store.append_ceiling(found)
     assert store.ceiling("NVIDIA H200") == second
+
+
+def test_all_links_of_the_newest_probing_of_a_gpu_hold(store: Store) -> None:
+    first = PeerLink("NVIDIA H200", "580.1", "lab", 1, 0.95, 0.48, 396.0, 397.0, "2026-01-02T03:04:05+00:00")
+    again = replace(first, one_way_us=0.94, created_at="2026-01-03T03:04:05+00:00")
+    assert store.links("NVIDIA H200") == []
+    other = replace(first, gpu="NVIDIA L4")
+    for found in ([first, replace(first, peer=3)], [replace(again, peer=2), again], [other], []):
+        store.append_links(found)
+    assert store.links("NVIDIA H200") == [again, replace(again, peer=2)]
+    with pytest.raises(ValueError, match=r"^link of 'NVIDIA H200': to_gbs is 0\.0, not positive$"):
+        replace(first, to_gbs=0.0)

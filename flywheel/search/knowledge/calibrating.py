@@ -14,11 +14,13 @@ from flywheel.cost_model import STOCK, Machine, machine_for
 from flywheel.cost_model.calibrate import Price, Sample, Score, fit, price_here, score
 from flywheel.cost_model.calibration import Calibration
 from flywheel.cost_model.demand import demand_of
+from flywheel.cost_model.links import link_of
 from flywheel.errors import ConfigError, UnknownNameError, UsageError
 from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.floor import floor_us, weight_bytes_read
+from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
 from flywheel.plan import program_id
@@ -204,15 +206,17 @@ def calibrate(
     held_back: float,
     pool: Callable[[Sequence[Sample]], Price] = price_here,
     watch: Callable[[str], None] = lambda _: None,
+    links: Sequence[PeerLink] = (),
 ) -> Calibrated:
     """Fit the GPU's constants to a part of the measured configs, and score them on the rest.
 
     `ceiling`, from a probe of the GPU, bounds two constants: the highest rate at which weights are read, and the
     shortest hand-off by a counter. `held_back` is the share of configs that are scored. `watch` gets a line of progress
-    for each step. Raises UsageError where too few configs still lower to the program that was measured.
+    for each step. `links`, from the same probe, become the link in predictions of several GPUs, as they are. Raises
+    UsageError where too few configs still lower to the program that was measured.
     """
     stock = machine_for(find_target(selection.gpu))
-    begin, probed, bounds = stock, {}, {}
+    begin, probed, bounds = replace(stock, link=link_of(links)), {}, {}
     if ceiling is not None:
         probed = {"read_gbs": ceiling.read_gbs, "visibility_us": ceiling.hand_off_us}
         bounds = {
@@ -220,7 +224,7 @@ def calibrate(
             "visibility_us": (ceiling.hand_off_us, _SLOWEST_HAND_OFF * ceiling.hand_off_us),
         }
         inside = {name: min(max(getattr(stock, name), low), high) for name, (low, high) in bounds.items()}
-        begin = replace(stock, **inside)
+        begin = replace(begin, **inside)
     parts = [(each, *split(each.configs, held_back)) for each in selection.works]
     drawn = [_shortened(each.workload, _spread(fitted, FITTED_CONFIGS)) for each, fitted, _ in parts]
     samples = [sample for found in drawn for sample in found]

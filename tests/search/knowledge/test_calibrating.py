@@ -13,11 +13,13 @@ import pytest
 from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.cost_model.calibrate import price_here
 from flywheel.cost_model.calibration import dump_calibration
+from flywheel.cost_model.links import Link
 from flywheel.errors import UnknownNameError, UsageError, WorkerDiedError
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.environment import Environment
 from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
+from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.verdict import judge
 from flywheel.plan import program_id
 from flywheel.search.knowledge.calibrating import LEAST_CONFIGS, Calibrated, calibrate, select, split
@@ -114,6 +116,15 @@ def test_what_a_probe_measured_bounds_the_fit(lab: Lab) -> None:
     machine = found.calibration.machine
     assert machine.read_gbs <= 190.0 and machine.visibility_us >= 0.6
     assert found.probed == found.calibration.provenance["probed"] == {"read_gbs": 190.0, "visibility_us": 0.6}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_probed_link_becomes_that_of_the_machine_and_moves_nothing_else(lab: Lab) -> None:
+    lab.measure("a", 0, 20)
+    link = PeerLink("Few", "1", "host", 1, 1.25, 0.5, 380.0, 390.0, "2026-01-01T00:00:00+00:00")
+    alone, linked = (run(lab, links=links).calibration.machine for links in ([], [link]))
+    assert alone.link is None
+    assert linked == replace(alone, link=Link(1.25, 0.5, 380.0))
 
 
 def test_what_is_held_back_depends_on_the_configs_alone(lab: Lab) -> None:
