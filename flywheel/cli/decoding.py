@@ -45,7 +45,7 @@ def decode_options(function: _F) -> _F:
     """`--model`, `--gpu`, `--dtype`, `--weights`, `--context`, `--device` and `--seed`."""
     for option in (
         click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-                     help="Seed of the tokens to verify with and, without a checkpoint, of the weights."),
+                     help="Seed of drawn tokens and, without a checkpoint, of the weights."),
         click.option("--device", cls=SharedOption, type=click.Choice(["reference", "cuda"]), default="reference",
                      show_default=True, help="Run the program on the CPU (reference) or on this machine's GPU (cuda)."),
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",

@@ -1,11 +1,11 @@
-"""`flywheel generate`: greedy text, or tokens, from a lowered model."""
+"""`flywheel generate`: text, or tokens, from a lowered model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,8 +20,9 @@ from flywheel.cli.decoding import (
     open_session,
 )
 from flywheel.cli.files import load_config
-from flywheel.cli.options import command, json_option, ranks_option, store_option
+from flywheel.cli.options import command, json_option, ranks_option, sampling_options, store_option
 from flywheel.cli.text import duration, note, show_document, show_json
+from flywheel.decode.sampling import Sampling
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.models.decoder import MAX_BATCH
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 )
 @click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
               help="Speculative decoding: draft up to N tokens from the text so far.")  # fmt: skip
+@sampling_options
 @click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
 @click.option("--stream", is_flag=True, help="Show the text as it is made; with --json, one object per line.")
 @store_option
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def generate(
     ctx: click.Context,
+    /,
     model: str | None,
     gpu: str | None,
     dtype: str | None,
@@ -76,17 +79,18 @@ def generate(
     stream: bool,
     store: str,
     as_json: bool,
+    **drawn: Any,
 ) -> None:  # fmt: skip
-    """Generate greedily: torch reads the prompt, then each launch of the lowered decode step makes a token.
+    """Generate text: torch reads the prompt, then each launch of the lowered decode step makes a token.
+
+    Decoding is greedy unless --temperature is positive. The same --seed draws the same tokens.
 
     An exported schedule names its GPU, dtype and context; options override them. With --verify, the first token that
     differs from the oracle's choice ends the command with exit code 3; --stream shows tokens before they are compared.
     """
     check_device(device, ranks)
-    if (prompt is None) == (prompt_ids is None):
-        raise UsageError("generate: give --prompt or --prompt-ids, and not both")
-    if chat and prompt is None:
-        raise UsageError("generate: --chat needs --prompt")
+    sampling = Sampling(**drawn, seed=seed)
+    _check(prompt, prompt_ids, chat, verify, sampling)
     given = load_config(schedule_file) if schedule_file is not None else None
     model = model if model is not None else getattr(given, "model", None)
     if model is None:
@@ -102,15 +106,28 @@ def generate(
         request = _request(program, source, ids, max_tokens)
         note(*words)
         shown = _Shown(tokenizer, as_json) if stream else None
-        generation = _run(program, source, request, device, seed, verify, shown)
+        generation = _run(program, source, request, device, sampling, verify, shown)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if as_json:
-        document = _document(source, program, generation, text, device)
+        document = {**_document(source, program, generation, text, device), "sampling": {**drawn, "seed": seed}}
         show_json(document, indent=None if stream else 2)
         return
     if not stream:
         show_document((",".join(map(str, generation.token_ids)) if text is None else text) + "\n")
     note(_summary(generation, device))
+
+
+def _check(
+    prompt: str | None, prompt_ids: tuple[int, ...] | None, chat: bool, verify: bool, sampling: Sampling
+) -> None:
+    """Raises UsageError for options that do not go together."""
+    if (prompt is None) == (prompt_ids is None):
+        raise UsageError("generate: give --prompt or --prompt-ids, and not both")
+    if chat and prompt is None:
+        raise UsageError("generate: --chat needs --prompt")
+    if verify and not sampling.is_argmax:
+        what = "--repetition-penalty" if sampling.is_greedy else "--temperature"
+        raise UsageError(f"generate: --verify compares greedy tokens; it does not go with {what}")
 
 
 class _Shown:
@@ -185,7 +202,7 @@ def _run(
     source: Source,
     request: Request,
     device: str,
-    seed: int,
+    sampling: Sampling,
     verify: bool,
     shown: _Shown | None,
 ) -> Generation:
@@ -193,12 +210,12 @@ def _run(
     from flywheel.decode.generate import generate as run
     from flywheel.decode.verify import make_oracle
 
-    session, weights = open_session(program, source, seed, device)
+    session, weights = open_session(program, source, sampling.seed, device)
     oracle = make_oracle(session, weights) if verify else None
     if shown is None:
-        return run(session, request, oracle)
+        return run(session, request, oracle, sampling=sampling)
     try:
-        generation = run(session, request, oracle, shown.push)
+        generation = run(session, request, oracle, shown.push, sampling)
     except (FlywheelError, KeyboardInterrupt):
         shown.break_off()
         raise

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from flywheel.cli.text import HELP
+from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
 from flywheel.ir import MAX_RANKS
 from flywheel.models.decoder import MAX_BATCH
@@ -129,6 +130,25 @@ def batch_option(function: _F) -> _F:
         "--batch", type=int, metavar="N",
         help=f"Sequences that one launch decodes, up to {MAX_BATCH}.  [default: {DEFAULTS['batch']}]",
     )(function)  # fmt: skip
+
+
+def sampling_options(function: _F) -> _F:
+    """`--temperature`, `--top-k`, `--top-p`, `--min-p` and `--repetition-penalty`, named as fields of Sampling, which
+    checks their bounds."""
+    for option in (
+        click.option("--repetition-penalty", type=float, default=GREEDY.repetition_penalty, show_default=True,
+                     metavar="X", help="Divide positive logits of tokens in the text by X, multiply negative ones."),
+        click.option("--min-p", type=float, default=GREEDY.min_p, show_default=True, metavar="P",
+                     help="Drop tokens less likely than P times the likeliest."),
+        click.option("--top-p", type=float, default=GREEDY.top_p, show_default=True, metavar="P",
+                     help="Draw from the fewest likeliest tokens whose shares add up to P."),
+        click.option("--top-k", type=int, default=GREEDY.top_k, show_default=True, metavar="N",
+                     help="Draw from the N likeliest tokens; 0: from all."),
+        click.option("--temperature", type=float, default=GREEDY.temperature, show_default=True, metavar="T",
+                     help="Divide the logits by T and draw, from --seed; 0: take the likeliest token."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
 
 
 def ranks_option(function: _F) -> _F:

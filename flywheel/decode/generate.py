@@ -1,4 +1,4 @@
-"""Greedy generation: the prompt at once, then the decode step token by token."""
+"""Generation: the prompt at once, then the decode step token by token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from flywheel.decode.request import Request
+from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import DecodeSession
 from flywheel.decode.verify import is_tie
 from flywheel.errors import MismatchError
@@ -44,6 +45,7 @@ def generate(
     request: Request,
     oracle: EagerDecoder | None = None,
     on_token: Callable[[int], None] | None = None,
+    sampling: Sampling = GREEDY,
 ) -> Generation:
     """Run a request that was made for the session's model and context. `on_token` gets each token as it is made.
 
@@ -55,7 +57,7 @@ def generate(
     start = perf_counter()
     first_s = seconds = 0.0
     session.prefill(request.prompt[:last])
-    with closing(session.stream(request.prompt, request.positions, last)) as stream:
+    with closing(session.stream(request.prompt, request.positions, last, sampling)) as stream:
         for token in stream:
             tokens.append(token)
             seconds = perf_counter() - start

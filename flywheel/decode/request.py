@@ -11,7 +11,7 @@ from flywheel.models.spec import DecoderSpec
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Continue `prompt`, token ids, greedily: until a token of `stop_ids`, which is kept, or for `max_tokens`."""
+    """Continue `prompt`, token ids, until a token of `stop_ids`, which is kept, or for `max_tokens`."""
 
     prompt: tuple[int, ...]
     max_tokens: int

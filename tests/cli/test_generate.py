@@ -11,10 +11,12 @@ import pytest
 import torch
 from click.testing import Result
 
+from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.step import Step
 from flywheel.errors import NoGpuError
 from flywheel.ir import ScheduleConfig, config_to_dict
+from flywheel.serve.decoder import Decoder
 
 Run = Callable[..., Result]
 
@@ -205,11 +207,20 @@ def test_a_missing_library_names_the_command_that_installs_it(
     def found(name: str) -> object:
         return None if name == module else find_spec(name)
 
-    monkeypatch.setattr("flywheel.cli.decoding.find_spec", found)
+    monkeypatch.setattr("flywheel.installing.find_spec", found)
     result = run("generate", "--model", checkpoint, option, "1", "--max-tokens", 1)
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert module in result.stderr
     assert f"[{extra}]'" in result.stderr
+
+
+def test_a_base_installation_is_told_all_that_a_checkpoint_needs_at_once(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.installing.find_spec", lambda name: None)
+    result = run("generate", "--model", checkpoint, "--prompt", "1")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "generate needs torch and safetensors: " in result.stderr and "[torch,hf]'" in result.stderr
 
 
 def test_a_checkpoint_that_is_not_whole_is_named(run: Run, checkpoint: Path) -> None:
@@ -229,3 +240,49 @@ def test_lookup_changes_no_token(run: Run, checkpoint: Path) -> None:
     refused = run(*arguments, "--lookup", 3, "--ranks", 2)
     assert refused.exit_code != 0
     assert "2 GPUs share a step of 4 lanes; one GPU runs it" in refused.stderr
+
+
+DRAWN = ("--temperature", "1.1", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2")
+
+
+@pytest.mark.parametrize("lookup", [0, 2])
+def test_tokens_are_drawn_as_a_decoder_draws_them(run: Run, checkpoint: Path, lookup: int) -> None:
+    arguments = ("generate", "--model", checkpoint, "--prompt", "Hello", "--max-tokens", 16, "--json", "--context", 64)
+    drawn = generated(run(*arguments, *DRAWN, "--seed", 5, "--lookup", lookup))
+    sampling = Sampling(1.1, 50, 0.9, 0.01, 1.2, seed=5)
+    with Decoder.load(str(checkpoint), device="reference", context=64, lookup=lookup) as decoder:
+        assert tuple(drawn["token_ids"]) == decoder.complete("Hello", max_tokens=16, sampling=sampling).token_ids
+    assert drawn["sampling"] == {
+        "temperature": 1.1, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 5,
+    }  # fmt: skip
+    assert generated(run(*arguments, *DRAWN, "--seed", 6))["token_ids"] != drawn["token_ids"]
+
+
+def test_drawn_text_is_the_same_in_text_and_in_pieces(run: Run, checkpoint: Path) -> None:
+    arguments = ("generate", "--model", checkpoint, "--prompt", "Hello", "--max-tokens", 12, *DRAWN, "--seed", 5)
+    whole = generated(run(*arguments, "--json"))["text"]
+    assert run(*arguments).stdout == run(*arguments, "--stream").stdout == f"{whole}\n"
+    greedy = generated(run("generate", "--model", checkpoint, "--prompt", "Hello", "--max-tokens", 12, "--json"))
+    assert greedy["text"] != whole
+    assert greedy["sampling"]["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--temperature", "-1"), "temperature: -1.0 is not in 0..100"),
+        (("--temperature", "nan"), "temperature: nan is not in 0..100"),
+        (("--top-k", "-2"), "top_k: -2 is not in 0..2.14748e+09"),
+        (("--top-p", "0"), "top_p: 0.0 is not in 1e-06..1"),
+        (("--min-p", "1.5"), "min_p: 1.5 is not in 0..1"),
+        (("--repetition-penalty", "0"), "repetition_penalty: 0.0 is not in 0.01..100"),
+        (("--temperature", "1", "--verify"), "--verify compares greedy tokens; it does not go with --temperature"),
+        (("--repetition-penalty", "2", "--verify"), "it does not go with --repetition-penalty"),
+    ],
+)
+def test_samplings_that_cannot_be_are_named_before_anything_is_read(
+    run: Run, options: tuple[str, ...], why: str
+) -> None:
+    result = run("generate", "--model", "missing", "--prompt-ids", "1", *options)
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert why in result.stderr
