@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -13,6 +15,12 @@ DISTRIBUTION: Final = "flywheel-megakernel"
 """Name on package indexes. There, `flywheel` is another project."""
 CUDA_13_DRIVER: Final = 580
 """First driver branch that runs CUDA 13. Source: NVIDIA, CUDA compatibility, "Minor version compatibility"."""
+
+EXTRAS: Final = {
+    "torch": "torch", "safetensors": "hf", "tokenizers": "hf", "huggingface_hub": "hf", "fastapi": "serve",
+    "uvicorn": "serve", "prometheus_client": "serve",
+}  # fmt: skip
+"""Module -> the extra that installs it."""
 
 _SOURCE_ROOT: Final = Path(__file__).resolve().parents[1]
 _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
@@ -26,6 +34,16 @@ def install_line(*extras: str) -> str:
     chosen = [cuda_extra(_driver_here()) if extra == "cuda" else extra for extra in extras]
     wanted = f"[{','.join(dict.fromkeys(chosen))}]" if chosen else ""
     return f"pip install {_source(wanted)}"
+
+
+def lacking(what: str, modules: Sequence[str]) -> str | None:
+    """The line that says which `modules` of EXTRAS `what` needs and lacks, and how to install them all; None where none
+    is missing."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if not missing:
+        return None
+    named = missing[0] if len(missing) == 1 else f"{', '.join(missing[:-1])} and {missing[-1]}"
+    return f"{what} needs {named}: {install_line(*(EXTRAS[module] for module in missing))}"
 
 
 def cuda_extra(driver: str | None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flywheel import installing
-from flywheel.installing import DISTRIBUTION, cuda_extra, install_line
+from flywheel.installing import DISTRIBUTION, cuda_extra, install_line, lacking
 
 
 class Installed:
@@ -48,6 +48,17 @@ def test_from_a_directory_the_line_names_it(
     installed(monkeypatch, {"url": tree.as_uri(), "dir_info": {"editable": editable}})
 
     assert install_line("hf") == f"pip install {option}'{tree}[hf]'"
+
+
+def test_what_is_lacking_is_named_with_one_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, None)
+    monkeypatch.setattr(installing, "find_spec", lambda name: object() if name == "torch" else None)
+
+    assert lacking("it", ["torch"]) is None
+    assert lacking("it", ["torch", "fastapi"]) == f"it needs fastapi: pip install '{DISTRIBUTION}[serve]'"
+    assert lacking("it", ["safetensors", "tokenizers", "uvicorn"]) == (
+        f"it needs safetensors, tokenizers and uvicorn: pip install '{DISTRIBUTION}[hf,serve]'"
+    )
 
 
 def test_from_a_directory_that_is_gone_the_line_names_the_distribution(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -13,7 +12,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import DEFAULTS, SharedOption, weights_option
 from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
-from flywheel.installing import install_line
+from flywheel.installing import lacking
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.search.trials.device import DEFAULT_GPU, gpu_of
 from flywheel.store.schedule import Schedule
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_EXTRAS: Final = {
-    "torch": "torch", "safetensors": "hf", "tokenizers": "hf", "fastapi": "serve", "uvicorn": "serve",
-    "prometheus_client": "serve",
-}  # fmt: skip
-"""Module -> the extra that installs it."""
 _SOON_LOADED: Final = 10**9
 """Bytes of weights that load within about 2 s. Loading more is announced."""
 
@@ -75,10 +69,9 @@ def check_device(device: str, ranks: int | None = None) -> None:
 
 def check_installed(what: str, modules: Sequence[str]) -> None:
     """Raises UsageError, with the command that installs them, where modules are missing."""
-    missing = [module for module in modules if find_spec(module) is None]
-    if missing:
-        extras = dict.fromkeys(_EXTRAS[module] for module in missing)
-        raise UsageError(f"{what} needs {' and '.join(missing)}: {install_line(*extras)}")
+    said = lacking(what, modules)
+    if said is not None:
+        raise UsageError(said)
 
 
 def open_model(command: str, model: str) -> Source:
@@ -86,13 +79,10 @@ def open_model(command: str, model: str) -> Source:
 
     Raises UsageError where a library is missing, UnknownNameError as `fetch_model`, and as `open_source`.
     """
-    from flywheel.models.catalog import fetch_model, model_path
+    from flywheel.models.catalog import fetch_model, modules_of
 
-    check_installed(command, ["torch"])
+    check_installed(command, modules_of(model))
     name = fetch_model(model, True, lambda line: note(f"flywheel: {line}"))
-    path = model_path(name)
-    if path is not None and any((path if path.is_dir() else path.parent).glob("*.safetensors*")):
-        check_installed(f"{command}, with a checkpoint,", ["safetensors"])
     from flywheel.decode.source import open_source
 
     return open_source(name)

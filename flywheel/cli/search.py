@@ -160,8 +160,7 @@ def search(
 
     if schedule_file is not None:
         check_writable(schedule_file)
-    if spec.engine == "local":
-        announce_compiling()
+    announce_compiling(spec.engine)
     if children is not None:
         note(announce_mirror(store, tracking_uri))
     started: list[Start] = []

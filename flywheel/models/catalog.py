@@ -83,6 +83,17 @@ def fetch_model(given: str, weights: bool, announce: Callable[[str], None]) -> s
     return model_name(name)
 
 
+def modules_of(given: str) -> list[str]:
+    """The modules of flywheel's extras that loading a model imports: a name needs torch, and a checkpoint what reads
+    its files."""
+    name = model_name(given)
+    path = model_path(name)
+    if path is None:
+        return ["torch", "safetensors", "huggingface_hub"] if is_repo(name) else ["torch"]
+    folder = path if path.is_dir() else path.parent
+    return ["torch", "safetensors"] if any(folder.glob("*.safetensors*")) else ["torch"]
+
+
 def resolve_model(given: str) -> DecoderSpec:
     """The decoder of that name, or the one described by an existing `config.json`, its directory, or a repository in
     the Hub's cache.

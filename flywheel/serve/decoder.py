@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, Unpack
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, NoGpuError, UsageError
+from flywheel.installing import lacking
 from flywheel.ir.bundles import is_bundle
+from flywheel.models.catalog import model_name, model_path, modules_of, resolve_model
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
@@ -124,6 +126,7 @@ class Decoder:
                      "max_sequences": max_sequences, "store": store, "lookup": lookup or None,
                      "ranks": ranks}  # fmt: skip
             return cls._load_bundle(Path(model), weights, device, check, named)
+        _check_installed(model)
         from flywheel.serve.loading import load_model
 
         chosen: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
@@ -276,6 +279,18 @@ def _ids(prompt: Sequence[int]) -> list[int]:
         raise UsageError(
             f"prompt: {repr(prompt)[:60]} is neither a text nor token ids; generate_all continues several prompts"
         ) from None
+
+
+def _check_installed(model: str) -> None:
+    """Raises UsageError, with the command that installs them, where packages that the model needs are missing, and as
+    `resolve_model`."""
+    resolve_model(model)
+    path = model_path(model_name(model))
+    folder = path if path is None or path.is_dir() else path.parent
+    reads = ["tokenizers"] if folder is not None and has_tokenizer(folder) else []
+    said = lacking("Decoder.load", [*modules_of(model), *reads])
+    if said is not None:
+        raise UsageError(said)
 
 
 def _no_texts(token_ids: Sequence[Sequence[int]]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.errors import BundleError, UnknownNameError, UnsupportedModelError
-from flywheel.models.catalog import CATALOG, model_name, resolve_model
+from flywheel.models.catalog import CATALOG, model_name, modules_of, resolve_model
 
 PUBLISHED_PARAMETERS = {
     "llama3-8b": 8_030_261_248,
@@ -35,6 +35,15 @@ MINIMAL = {
 
 def test_parameter_counts_are_the_published_ones() -> None:
     assert {name: spec.n_params for name, spec in CATALOG.items()} == PUBLISHED_PARAMETERS
+
+
+def test_a_name_needs_torch_and_a_checkpoint_what_reads_its_files(tmp_path: Path) -> None:
+    assert modules_of("llama3-8b") == ["torch"]
+    assert modules_of("Nobody/Never-Cached") == ["torch", "safetensors", "huggingface_hub"]
+    (tmp_path / "config.json").touch()
+    assert modules_of(str(tmp_path)) == ["torch"]
+    (tmp_path / "model.safetensors").touch()
+    assert modules_of(str(tmp_path)) == modules_of(str(tmp_path / "config.json")) == ["torch", "safetensors"]
 
 
 def test_each_spec_is_filed_under_its_own_name() -> None:

@@ -13,7 +13,14 @@ from flywheel.decode.made import Made
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
-from flywheel.errors import CacheMemoryError, FlywheelError, GpuMemoryError, LaunchTimeoutError, UsageError
+from flywheel.errors import (
+    CacheMemoryError,
+    FlywheelError,
+    GpuMemoryError,
+    LaunchTimeoutError,
+    UnknownNameError,
+    UsageError,
+)
 from flywheel.ir import DType
 from flywheel.serve.decoder import Decoder
 
@@ -43,6 +50,16 @@ def test_answers_that_are_asked_in_turn_are_those_of_each_alone(decoder: Decoder
                 tokens.append(piece.token_id)
     assert [tuple(tokens) for tokens in heard] == whole
     assert len(set(whole)) == len(whole)
+
+
+def test_a_base_installation_is_told_what_a_checkpoint_needs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.installing.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"^Decoder\.load needs torch, safetensors and tokenizers: .*\[torch,hf\]'$"):
+        Decoder.load(str(checkpoint))
+    with pytest.raises(UnknownNameError, match="is called 'lama3-8b'; did you mean"):
+        Decoder.load("lama3-8b")
 
 
 def test_gpus_that_share_a_step_give_the_text_of_one(decoder: Decoder, checkpoint: Path) -> None:
