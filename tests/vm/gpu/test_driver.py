@@ -44,10 +44,24 @@ def test_a_gpu_that_is_not_here_is_one_line(index: int, visible: str) -> None:
     assert line.startswith(f"GPU {index}: ") and len(line) > 8
 
 
-def test_a_missing_package_says_how_to_get_it() -> None:
-    code = "import sys; sys.modules['cuda'] = None\n" + OPENING % 0
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == f"cuda.core is not installed: {install_line('cuda')}\n"
+@pytest.mark.parametrize(
+    ("driver", "says"),
+    [
+        (None, "no NVIDIA GPU is here: no driver is loaded; on a machine with one"),
+        ("580.65", "cuda.core is not installed"),
+    ],
+)
+def test_without_the_package_the_first_fact_is_whether_a_gpu_is_here(driver: str | None, says: str) -> None:
+    here = f"""import sys; sys.modules['cuda'] = None
+from flywheel import installing
+installing.driver_here = lambda: {driver!r}
+from flywheel.vm.gpu import devices
+devices.list_gpus = list
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", here + OPENING % 0], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == f"{says}: {install_line('cuda')}\n"
 
 
 def test_a_launch_that_fits_passes_the_gate(host_gpu: Any) -> None:
