@@ -1,4 +1,4 @@
-"""Other engines under the load of `flywheel bench --serve`, each in processes of its own, behind each other."""
+"""Times other engines under the load of `flywheel bench --serve`, one after the other, each in its own processes."""
 
 from __future__ import annotations
 

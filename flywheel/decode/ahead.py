@@ -27,10 +27,10 @@ from flywheel.vm.gpu.loader import POSITIONS
 from flywheel.vm.gpu.ranked import AnyProgram
 
 AHEAD: Final = 4
-"""Launches in the stream beside the one whose tokens the host waits for. So many are in vain where a text ends."""
+"""Launches queued besides the one whose tokens the host waits for. When a text ends, this many launches are wasted."""
 
 _SLOTS: Final = AHEAD + 1
-"""Launches that are queued or being waited for."""
+"""Launches that are queued or that the host waits for."""
 
 _WORD: Final = 4
 """Bytes of a token and of a position."""

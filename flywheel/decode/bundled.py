@@ -35,11 +35,12 @@ LAUNCH_LIMIT_S: Final = 5.0
 """What a launch may take: the slowest of the known GPUs reads all its memory in 0.1 s."""
 
 Check = Literal["samples", "all"]
-"""How a checkpoint's tensors are compared with those that a bundle was made for: by some of their bytes, or by all."""
+"""How a checkpoint's tensors are compared with those that the bundle was made for: by a sample of their bytes, or by
+all."""
 
 _ALIGNMENT: Final = 256
 _LOADS: Final = 16
-"""Alignment of weights that are used where they lie: the width of the kernels' loads."""
+"""Alignment of weights that are used in place: the width of the kernels' loads."""
 
 _READ_BYTES: Final = 2**26
 _NAN: Final = 0xFF
@@ -58,7 +59,7 @@ class DeviceTensor(Protocol):
 
 
 GivenWeights = Path | Mapping[str, DeviceTensor]
-"""A checkpoint's directory, or tensors by their names in one, which stay the caller's."""
+"""A checkpoint's directory, or tensors by their names in one. The caller keeps the tensors."""
 
 
 def spec_of(bundle: Bundle) -> DecoderSpec:

@@ -25,7 +25,7 @@ from flywheel.vm.pack import pack
 BESIDE: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-"""Files of a checkpoint that a bundle holds copies of, as far as they are there."""
+"""Files of a checkpoint that a bundle copies, if they exist."""
 
 
 class Compile(Protocol):

@@ -23,7 +23,7 @@ from flywheel.vm.gpu.granules import Granules
 
 _COMPARED: Final = 2**28  # elements compared at a time, to limit memory
 _WORDS: Final = {2: torch.int16, 4: torch.int32}
-"""Integers of the size of a float."""
+"""Size of a float in bytes -> an integer type of that size."""
 
 
 class Caches(Protocol):

@@ -13,15 +13,15 @@ from torch.nn.functional import pad
 from flywheel.decode.sampling import Sampling
 
 _SPREAD: Final = 0x9E3779B97F4A7C15
-"""An odd number whose multiples differ in all bits: seeds next to each other draw nothing alike."""
+"""An odd number whose multiples differ in all bits, so that neighbouring seeds draw independent numbers."""
 
 _COLUMNS: Final = ("temperature", "top_p", "log_min_p", "penalty", "greedy", "chosen")
 
 _WHOLE: Final = 2**40
-"""Shares are counted in parts of this: sums of whole numbers are the same in any order, and so whatever rows are added.
-"""
+"""Shares are counted in multiples of 1 / this: sums of integers do not depend on their order, nor on how many rows are
+added."""
 _BLOCK: Final = 512
-"""Elements that are added one behind the other; blocks of them are, at once."""
+"""Elements that are summed sequentially; blocks of them are summed in parallel."""
 
 
 class Choices:

@@ -47,10 +47,10 @@ from flywheel.vm.gpu.trace import LaunchTrace, read_stamps
 from flywheel.vm.pack import AnyPacked, PackedRanks, pack_any
 
 LAUNCH_LIMIT_S: Final = 5.0
-"""What a launch may take: the slowest of the known GPUs reads all its memory in 0.1 s."""
+"""Time limit of a launch in seconds. The slowest known GPU reads all its memory in 0.1 s."""
 
 Tokens = int | Sequence[int]
-"""A token of the only sequence, or of each."""
+"""A token of the only sequence, or one of each sequence."""
 
 _WIDEST: Final = 8
 """Bytes of the widest element."""

@@ -13,7 +13,7 @@ from flywheel.process import available_bytes
 GRANULE_BYTES: Final = 2**16
 
 _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-"""The system does not take back what is shared with children, and need not keep memory for all addresses."""
+"""Flags of a mapping that the system does not share with child processes, and for which it need not reserve memory."""
 
 
 class HostGranules:

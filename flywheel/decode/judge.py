@@ -23,21 +23,22 @@ from flywheel.models.forced import Past, run_forced
 from flywheel.tensors import TORCH_DTYPES
 
 FLAT: Final = 0.25
-"""Deviation of the scores of cached keys at the last of the judged positions: there each of many rows counts."""
+"""Standard deviation of the scores of cached keys at the last judged position, so that each of many rows counts."""
 
 NEEDLE: Final = 4.5
-"""Score of one key at the position before the last: nothing shows another softmax scale better than one row that weighs
-about as much as all others."""
+"""Score of one key at the position before the last. A row that weighs about as much as all others together is the most
+sensitive test of the softmax scale."""
 
 GAINS: Final = (8.0, 2.0, 1.0)
-"""Of cached keys: at most positions, whose sharp scores show what turns queries; at the last but one; at the last."""
+"""Gains of cached keys. Most positions have the first, whose sharp scores show errors in rotated queries; the second is
+for the position before the last, the third for the last."""
 
 _EDGE: Final = 16
 _HEAVY: Final = 4.0
-"""Gain of the values of the first and the last of each `_EDGE` rows, between which windows begin and end."""
+"""Gain of the values of the first and last row of each `_EDGE` rows, where windows begin and end."""
 
 _STRIDE: Final = 7919
-"""Elements that a layer's noise lies behind that of the layer before."""
+"""Offset in elements between the noise of one layer and of the next."""
 
 
 @dataclass(frozen=True, slots=True)

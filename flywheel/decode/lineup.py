@@ -14,11 +14,11 @@ from flywheel.models.formats import CODES, HEAD, MATRICES, WeightFormat, WeightF
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes
 
 Form: TypeAlias = Literal["whole", "codes", "tiles"]
-"""How a rival holds quantised matrices: as what they mean, rounded to the type computed in; as codes with scales; or as
-the tiles of torch's own product by int4."""
+"""How a rival holds quantised matrices: whole (dequantised, rounded to the compute dtype); as codes with scales; or as
+the tiles of torch's int4 product."""
 
 TILED_GROUPS: Final = (32, 64, 128, 256)
-"""Columns that share a scale in torch's own product by int4."""
+"""Columns that share a scale in torch's int4 product."""
 
 _TILED_ROWS, _TILED_COLUMNS = 8, 32
 _TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -83,7 +83,7 @@ RANK_RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(
         )
     }
 )  # fmt: skip
-"""Rivals of programs of several GPUs, by name: a process a GPU runs them."""
+"""Rivals of multi-GPU programs, by name. One process per GPU runs them."""
 
 USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
     {
@@ -93,7 +93,7 @@ USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
         DType.I4: ("tinygemm", "compile-tinygemm"),
     }
 )
-"""Names of the rivals that a schedule is measured against by default, by the codes of the layers' matrices."""
+"""Codes of the layers' matrices -> names of the default rivals."""
 
 
 def check_rivals(rivals: Sequence[Rival], ranks: int) -> None:

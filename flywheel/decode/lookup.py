@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 LONGEST: Final = 3
-"""Tokens at the end of a text that are looked up; fewer, down to one, where so many have not stood there before."""
+"""Longest suffix of a text that is looked up; shorter ones, down to one token, are tried if it has not occurred
+before."""
 
 
 class Lookup:

@@ -20,10 +20,10 @@ from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram
 
 _ALIGNMENT: Final = 16
-"""Of weights that are used where torch has them: the width of the kernels' loads."""
+"""Alignment of weights that are used in torch's memory: the width of the kernels' loads."""
 
 _PARTS: Final = 3
-"""Tensors that one weight is put together of: a quantised matrix, its scales and its zero points."""
+"""Tensors that make up one weight: a quantised matrix, its scales and its zero points."""
 
 
 def torch_device(gpu: Gpu) -> torch.device:

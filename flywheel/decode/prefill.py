@@ -19,10 +19,10 @@ from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
 
 CHUNK: Final = 4096
-"""Tokens at a time: bounds activations."""
+"""Tokens that are read at a time; limits the memory of activations."""
 
 _BACKENDS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Attention without cuDNN, which takes 60 ms to plan for each length of a prompt that it has not seen."""
+"""Attention backends, without cuDNN, which plans for 60 ms for each new prompt length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flywheel.decode.caches import Caches
 
 LEAST: Final = 16
-"""Tokens alike from which on copying is worth its while."""
+"""Shortest shared prefix, in tokens, that is worth copying."""
 
 
 class Prefixes:

@@ -22,10 +22,10 @@ from flywheel.models.formats import BLOCK
 from flywheel.models.quantise import dequantise, rows_per_scale, unpack
 
 _OFFSET: Final = 8
-"""What tinygemm takes from each number of 0..15."""
+"""Offset that tinygemm subtracts from each number of 0..15."""
 
 _TILE: Final = 16
-"""Columns of a tile of tinygemm, which holds up to _TILES of them together."""
+"""Columns of a tinygemm tile. Up to _TILES tiles are stored together."""
 
 _TILES: Final = 8
 

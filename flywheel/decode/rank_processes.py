@@ -21,14 +21,15 @@ from flywheel.process import enter_child, set_environment, sheltered
 from flywheel.vm.client import death_of
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
-"""Of torch.distributed: "nccl" for GPUs, rank r on the GPU that CUDA numbers r; "gloo" for CPUs."""
+"""Backend of torch.distributed: "nccl" for GPUs, with rank r on the GPU that CUDA numbers r; "gloo" for CPUs."""
 
 HOST: Final = "127.0.0.1"
 ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
-"""Ranks meet on the loopback interface of one host. NCCL does without NVLink multicast, as flywheel's kernels do."""
+"""Ranks connect over the loopback interface of one host. NCCL does not use NVLink multicast, as flywheel's kernels do
+not."""
 
 _EXIT_S: Final = 5.0
-"""What a process that has answered may take to end."""
+"""Seconds that a process may take to end after it has answered."""
 
 _ECHO_S: Final = 1.0
 """Within it, the others notice that a rank is gone: the first to fail need not be the first to be heard of."""

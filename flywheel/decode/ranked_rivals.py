@@ -32,11 +32,11 @@ from flywheel.vm.gpu.flush import FACTOR
 
 WARMUP: Final = 3
 LIFE_S: Final = 3600.0
-"""Wall seconds after which the processes are killed: torch.compile takes minutes."""
+"""Wall seconds after which the processes are killed. torch.compile takes minutes."""
 
 _POLL_S: Final = 0.2
 _BATCH: Final = 50
-"""Launches of a batch, back to back."""
+"""Launches of a back-to-back batch."""
 
 
 @dataclass(frozen=True, slots=True)

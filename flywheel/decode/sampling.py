@@ -11,7 +11,7 @@ from flywheel.errors import UsageError
 _COLDEST: Final = 1e-5
 
 MOST_LIKELY: Final = 20
-"""Of the likeliest tokens, that a request can ask for."""
+"""Maximum number of likeliest tokens that a request can ask for."""
 
 
 @dataclass(frozen=True, slots=True)

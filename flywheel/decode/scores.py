@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 PEAK: Final = 2.0
-"""How much more a single element may be off by than the elements of a part together."""
+"""Allowed error of a single element, relative to the allowed RMS error of its part."""
 
 _PRIOR: Final = 8
 
 
 ROOM: Final = MappingProxyType({"x_mid": 0.75, "x_out": 0.75, "act": 3.5})
-"""What roundings make of a tensor over what they make of others: an addition to the residual stream rounds once; SwiGLU
+"""Allowed error of a tensor relative to that of other tensors. An addition to the residual stream rounds once; SwiGLU
 multiplies two rows that may each have been rounded, and its largest elements are many times as large as most."""
 
 

@@ -28,7 +28,7 @@ from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.reference import BoundProgram, ReferenceVM
 
 TokenStream = Generator[int, None, None]
-"""Tokens as they come; who needs no more of them closes it."""
+"""Tokens as they are made. Close it to stop early."""
 
 
 class DecodeSession(Protocol):

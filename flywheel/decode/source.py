@@ -26,7 +26,7 @@ from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
 Weights = Mapping[str, Tensor]
-"""By the keys of `checkpoint_tensors`; of a quantised matrix, by those of its parts (`models.quantise`)."""
+"""Weights by the keys of `checkpoint_tensors`; a quantised matrix by the keys of its parts (`models.quantise`)."""
 
 _NAMES: Final = MappingProxyType({TORCH_DTYPES[dtype]: name for name, dtype in DTYPES.items()})
 

@@ -11,7 +11,7 @@ from flywheel.errors import UsageError
 from flywheel.models.spec import DecoderSpec
 
 Positions = int | Sequence[int]
-"""The position of all sequences, or that of each."""
+"""One position for all sequences, or one of each."""
 
 
 @dataclass(frozen=True, slots=True)

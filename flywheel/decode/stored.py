@@ -27,19 +27,19 @@ _MAX_HEADER_BYTES: Final = 100 * 2**20
 _LENGTH_BYTES: Final = 8
 
 DTYPES: Final[Mapping[str, DType]] = MappingProxyType({each.name: each for each in (DType.F32, DType.F16, DType.BF16)})
-"""The float types of safetensors that are read, by its names."""
+"""The supported float types of safetensors, by their names there."""
 
 _CODED: Final[Mapping[str, DType]] = MappingProxyType(
     {"F8_E4M3": DType.F8E4M3, "I8": DType.I8, "I32": DType.I32}
 )
-"""Types of codes, of zero points, and of words of these, by safetensors' names."""
+"""Types of quantised codes, zero points, and words of them, by safetensors' names."""
 
 KINDS: Final[Mapping[str, DType]] = MappingProxyType({**DTYPES, **_CODED})
-"""All types that are read."""
+"""All supported types."""
 
 SAMPLES: Final = 4
 SAMPLE_BYTES: Final = 16 * 1024
-"""Parts of a tensor by which it is known again at once: evenly spaced, its first and last bytes among them."""
+"""Size of each sample of a tensor's bytes. Samples are evenly spaced and include the first and last bytes."""
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -17,7 +17,7 @@ from flywheel.ir import Buffer, DType
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 
 Part = Literal["codes", "scales", "zeros"]
-"""Of a quantised matrix."""
+"""A part of a quantised matrix."""
 
 Array = npt.NDArray[Any]
 
@@ -33,7 +33,7 @@ _ENDS: Final[Mapping[str, Mapping[Part, str]]] = MappingProxyType(
     }
 )
 LAYOUTS: Final = tuple(_ENDS)
-"""Those of `models.schemes.Layout` that are read here: compressed-tensors' and blocks of fp8."""
+"""The layouts of `models.schemes.Layout` that are supported here: compressed-tensors' and blocks of fp8."""
 
 
 def part_of(name: str) -> Part | None:
