@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, MegakernelProgram, Task, Wait
+from flywheel.ir.draft import make_task
 from flywheel.ir.exchange import pushed_counters
 from flywheel.plan.handoff import copies
 from flywheel.plan.sending import PushedTile, made_by, tile_pushed
@@ -47,20 +48,28 @@ def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
     tasks = list(program.tasks)
     remote = pushed_counters(tasks, buffers)
     pushed = {number for task in tasks for number in task.outputs if buffers[number].rank != task.rank}
-    for task in tasks:
-        for number in pushed.intersection(task.outputs):
-            _check(task, buffers[number])
-        if task.out_counter in remote:
-            _check_signal(task, buffers)
     waits: dict[int, tuple[Wait, ...]] = {}  # by identity, since tasks share waits
     by_rank: list[list[Task]] = [[] for _ in range(program.ranks)]
     for task in tasks:
+        for number in task.outputs:
+            if number in pushed:
+                _check(task, buffers[number])
+        if task.out_counter in remote:
+            _check_signal(task, buffers)
         known = waits.get(id(task.waits))
         if known is None:
             known = tuple([wait for wait in task.waits if wait.counter not in remote])
             waits[id(task.waits)] = known
-        by_rank[task.rank].append(replace(task, waits=known))
+        by_rank[task.rank].append(_alone(task, known))
     return tuple(_part(program, rank, each, buffers, pushed) for rank, each in enumerate(by_rank))
+
+
+def _alone(task: Task, waits: tuple[Wait, ...]) -> Task:
+    """The task in the program of its own GPU, with these waits."""
+    return make_task(
+        task.id, task.op, task.inputs, task.outputs, task.out_counter, waits, task.params, task.sm, task.est_bytes,
+        task.est_flops, task.label, 0,
+    )  # fmt: skip
 
 
 def _check(task: Task, buffer: Buffer) -> None:
@@ -104,7 +113,7 @@ def _part(
         program,
         buffers=tuple(own),
         counters=tuple([counter for counter in program.counters if counter.id in awaited]),
-        tasks=tuple([replace(task, rank=0) for task in kept]),
+        tasks=tuple(kept),
         pages=None,
         ranks=1,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.program import MegakernelProgram
@@ -70,9 +71,12 @@ def _counts(program: MegakernelProgram) -> dict[str, int]:
 def _used_sms(program: MegakernelProgram) -> int:
     """The number of SMs with tasks, over all GPUs."""
     tasks = program.tasks
-    if program.ranks == 1 and isinstance(tasks, Runs):
+    if not isinstance(tasks, Runs):
+        return len({(task.rank, task.sm) for task in tasks if task.sm is not None})
+    if program.ranks == 1:
         return len(tasks.used_sms)
-    return len({(task.rank, task.sm) for task in tasks if task.sm is not None})
+    places = zip(tasks.runs, pairwise(tasks.first), strict=True)
+    return len({(run.rank, sm) for run, (start, end) in places for sm in tasks.sms[start:end]})
 
 
 def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> None:
