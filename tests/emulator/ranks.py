@@ -36,11 +36,13 @@ class Span(ctypes.Structure):
 class Peer(EmulatedGpu):
     """One GPU of several, `queues`, each with the launches given to it. When all have one, they run at once.
 
-    `absent` makes it forget its launch. So the others, when they are told to stop, run without it.
+    `absent` makes it forget its launch. So the others, when they are told to stop, run without it. `failing` makes its
+    launch an error.
     """
 
     queues: list[list[tuple[Any, ...]]] = field(default_factory=list)
     absent: bool = False
+    failing: bool = False
     order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,6 +63,8 @@ class Peer(EmulatedGpu):
         if not cooperative:
             super().launch(kernel, grid, block, args, smem_bytes=smem_bytes)
             return
+        if self.failing:
+            raise KeyboardInterrupt
         self.order.append(f"launch {self.rank}")
         if not self.absent:
             self.queues[self.rank].append((kernel, grid, block, args, smem_bytes))
@@ -84,11 +88,10 @@ class Peer(EmulatedGpu):
         return super().load(unit)
 
     def record(self) -> Any:
-        self.order.append(f"record {self.rank}")
         return self.rank
 
-    def follow(self, event: Any) -> None:
-        self.order.append(f"{self.rank} follows {event}")
+    def follow(self, other: Peer) -> None:
+        self.order.append(f"{self.rank} follows {other.rank}")
 
     def wait(self, event: Any, limit_s: float) -> bool:
         """Whether nothing is queued; what is queued behind a flag runs to its end."""

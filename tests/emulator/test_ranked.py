@@ -61,9 +61,22 @@ def test_kernels_begin_when_all_gpus_are_ready_and_the_first_goes_on_when_all_ar
     peer.order.clear()
     give(ranks, 1, 0)
     ranks.ranked.launch(0)
-    assert peer.order == [
-        "record 1", "0 follows 1", "record 0", "1 follows 0", "launch 0", "launch 1", "record 1", "0 follows 1",
-    ]  # fmt: skip
+    assert peer.order == ["0 follows 1", "1 follows 0", "launch 0", "launch 1", "0 follows 1"]
+
+
+def test_an_interrupt_between_two_launches_ends_the_kernel_that_began_and_all_begin_anew(ranks: Ranks) -> None:
+    interrupted = ranks.loaded[1].gpu
+    assert isinstance(interrupted, Peer)
+    check_steps(ranks, [1])
+    interrupted.failing = True
+    give(ranks, 8, 1)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.ranked.launch(1)
+    assert interrupted.queues == [[], []]
+    assert [each.gpu.abort_flag.value for each in ranks.loaded] == [0, 0]
+    assert not any(each.gpu.broken for each in ranks.loaded)
+    interrupted.failing = False
+    check_steps(ranks, [1, 8])
 
 
 def test_a_gpu_that_does_not_begin_is_named_and_all_begin_anew(ranks: Ranks) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuError, TensorError
-from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
 from flywheel.vm.gpu.contexts import ContextDriver
+from flywheel.vm.gpu.devices import no_package
 from flywheel.vm.gpu.granules import DriverGranules, Granules
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, arch_name
 from flywheel.vm.gpu.pinned import HostWord, HostWords
@@ -42,7 +42,7 @@ def open_gpu(index: int = 0) -> Gpu:
         from cuda.bindings import driver
         from cuda.core._utils.cuda_utils import CUDAError  # in no public module
     except ImportError as error:
-        raise NoGpuError(f"cuda.core is not installed: {install_line('cuda')}") from error
+        raise no_package("cuda.core") from error
     try:
         return Gpu(index, core, driver, CUDAError)
     except (RuntimeError, ValueError, CUDAError) as error:  # no driver library, no such index, no device
@@ -119,8 +119,10 @@ class Gpu:
         """Make this GPU the thread's current one, for libraries that use the current GPU."""
         self._core.Device(self.index).set_current()
 
-    def follow(self, event: Any) -> None:
-        """Make all later work of the stream wait for an event, which may be of another GPU."""
+    def follow(self, other: Gpu) -> None:
+        """Make all later work of the stream wait for all work so far of another GPU's stream."""
+        with other._reported("record"):
+            event = other._stream.record(options=self._core.EventOptions(timing_enabled=False))
         with self._reported("wait"):
             self._stream.wait(event)
 
@@ -254,7 +256,17 @@ class Gpu:
         for name, kernel in kernels.items():
             room = self.smem_optin_bytes - unit.entries[name].static_shared_bytes
             self._checked("cuKernelSetAttribute", allow(attribute, room, kernel.handle, self._handle))
+        if isinstance(self._cuda, ContextDriver):
+            self._load_now(kernels)
         return kernels
+
+    def _load_now(self, kernels: Mapping[str, Any]) -> None:
+        """Load code before the first launch: CUDA may wait for running kernels while it loads, and a kernel of one GPU
+        of several runs until those of the others do."""
+        for kernel in kernels.values():
+            function = self._checked("cuKernelGetFunction", self._cuda.cuKernelGetFunction(kernel.handle))
+            with suppress(RuntimeError):  # drivers before CUDA 12.4 do not have it
+                self._checked("cuFuncLoad", self._cuda.cuFuncLoad(function))
 
     def launch(
         self,

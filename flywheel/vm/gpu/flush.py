@@ -46,7 +46,7 @@ class Flush:
         """Enqueue one flush."""
         for other in self._others:
             other()
-            self._gpu.follow(other._gpu.record())
+            self._gpu.follow(other._gpu)
         words = self._memory.nbytes // _WORD_BYTES - 1
         sink = self._memory.address + words * _WORD_BYTES
         self._gpu.launch(self._kernel, self._blocks, _THREADS, (self._memory.address, c_longlong(words), sink))

@@ -6,7 +6,7 @@ Source: docs/vm.md, "Ranks".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Final, Self
 
 import numpy.typing as npt
@@ -118,18 +118,23 @@ class RankedProgram:
         self.gather_streams()
         for memory in self._positions if positions else ():
             first.copy(memory.address, positions, memory.nbytes)
-        start = first.record()
         for other in others:
-            other.follow(start)
+            other.follow(first)
         given = [positions, *[memory.address if positions else 0 for memory in self._positions]]
-        for each, address in zip(self.parts, given, strict=True):
-            each.launch(pos, address)
+        try:
+            for each, address in zip(self.parts, given, strict=True):
+                each.launch(pos, address)
+        except BaseException:
+            with suppress(GpuFaultError):  # the error at hand says why
+                self._end()
+                self._reset()
+            raise
         self.gather_streams()
 
     def gather_streams(self) -> None:
         """Let the first GPU's stream go on when all that was given to the other GPUs is done."""
         for each in self.parts[1:]:
-            self.gpu.follow(each.gpu.record())
+            self.gpu.follow(each.gpu)
 
     def sync(self, limit_s: float) -> None:
         """Wait for all launches so far, and look at what they report. Raises as `LoadedProgram.sync` does."""
@@ -142,20 +147,30 @@ class RankedProgram:
             self._stop(limit_s)
 
     def _stop(self, limit_s: float) -> None:
-        """End the launches of all GPUs, which wait for each other: one alone could not end."""
-        gpus = [each.gpu for each in self.parts]
-        for gpu in gpus:
-            gpu.abort_flag.value = 1
-        if not all(gpu.wait(gpu.record(), GRACE_S) for gpu in gpus):
-            for gpu in gpus:
-                gpu.broken = True
+        if not self._end():
             raise GpuFaultError(f"launch: not over after {limit_s:g} s, nor {GRACE_S:g} s after it was told to stop")
-        for gpu in gpus:
-            gpu.abort_flag.value = 0
         self._check_inputs()
         culprits = [f"rank {rank}: {each.culprit(each.read_report())}" for rank, each in enumerate(self.parts)]
         self._reset()
         raise LaunchTimeoutError(f"launch: not over after {limit_s:g} s; {'; '.join(culprits)}", limit_s)
+
+    def _end(self) -> bool:
+        """End the launches of all GPUs, which wait for each other: one alone could not end. Returns whether they did.
+
+        Where they did not, and where one GPU raises GpuFaultError, all GPUs are broken.
+        """
+        gpus = [each.gpu for each in self.parts]
+        for gpu in gpus:
+            gpu.abort_flag.value = 1
+        over = False
+        try:
+            over = all(gpu.wait(gpu.record(), GRACE_S) for gpu in gpus)
+        finally:
+            for gpu in gpus:
+                if over:
+                    gpu.abort_flag.value = 0
+                gpu.broken |= not over
+        return over
 
     def _check_inputs(self) -> None:
         """Raises TensorError for an input that a GPU could not use; the others may have been stopped for it."""

@@ -12,6 +12,7 @@ from flywheel.cli.exits import NO_GPU, exit_code
 from flywheel.errors import GpuFaultError, GpuMemoryError, NoGpuError
 from flywheel.vm.gpu import driver, peers
 from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu.nvrtc import CompiledUnit, EntryUsage, arch_name
 from flywheel.vm.gpu.peers import open_gpus
 
 OK = SimpleNamespace(name="CUDA_SUCCESS")
@@ -37,6 +38,7 @@ class Machine:
         self.stack = ["none"]
         self.enabled: list[tuple[str, str]] = []
         self.allocated: list[str] = []
+        self.loaded: list[str] = []
         self.unlinked: set[tuple[int, int]] = set()
         self.full = self.gone = False
         self.words: list[Any] = []
@@ -106,6 +108,24 @@ class Machine:
         return (FULL, 0) if self.full else (OK, 4096)
 
 
+    # Code: kernels of one unit, `loaded` in the context in which each was.
+
+    ObjectCode = SimpleNamespace(
+        from_cubin=lambda cubin: SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=name))
+    )
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+
+    def cuKernelSetAttribute(self, attribute: int, value: int, kernel: str, device: int) -> tuple[Any]:
+        return (OK,)
+
+    def cuKernelGetFunction(self, kernel: str) -> tuple[Any, str]:
+        return OK, f"{kernel} of {self.stack[-1]}"
+
+    def cuFuncLoad(self, function: str) -> tuple[Any]:
+        self.loaded.append(function)
+        return (OK,)
+
+
 Open = Callable[..., tuple[Machine, Callable[[int], tuple[Gpu, ...]]]]
 
 
@@ -161,6 +181,17 @@ def test_a_call_that_fails_leaves_the_thread_its_context(opened: Open) -> None:
     machine.gone = True
     with pytest.raises(GpuFaultError, match=r"^GPU: cuCtxPushCurrent: CUDA_ERROR_CONTEXT_IS_DESTROYED$"):
         gpus[1].sync()
+
+
+def test_code_of_several_gpus_is_loaded_before_any_launch_and_of_one_when_it_is_launched(opened: Open) -> None:
+    machine, open_all = opened("H200", "H200")
+    unit = CompiledUnit(arch_name(90), "", b"", "", {"megakernel": EntryUsage(32, 0, 0, 0)})
+    for gpu in open_all(2):
+        gpu.load(unit)
+    assert machine.loaded == ["megakernel of context 0", "megakernel of context 1"]
+    machine, open_all = opened("H200")
+    open_all(1)[0].load(unit)
+    assert not machine.loaded
 
 
 def test_one_gpu_is_opened_as_ever(opened: Open) -> None:
