@@ -31,7 +31,7 @@ def install_line(*extras: str) -> str:
 
     The extra `cuda` becomes `cuda12` where this machine's driver is older than CUDA 13.
     """
-    chosen = [cuda_extra(_driver_here()) if extra == "cuda" else extra for extra in extras]
+    chosen = [cuda_extra(driver_here()) if extra == "cuda" else extra for extra in extras]
     wanted = f"[{','.join(dict.fromkeys(chosen))}]" if chosen else ""
     return f"pip install {_source(wanted)}"
 
@@ -77,7 +77,7 @@ def _directory(folder: Path, editable: bool, wanted: str) -> str | None:
     return f"--editable {quoted}" if editable else quoted
 
 
-def _driver_here() -> str | None:
+def driver_here() -> str | None:
     """This machine's NVIDIA driver, `535.104.05`; None where the kernel has none loaded."""
     try:
         words = _DRIVER_FILE.read_text(encoding="ascii", errors="replace").split()

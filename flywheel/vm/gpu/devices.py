@@ -7,9 +7,18 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import NoGpuError
-from flywheel.installing import install_line
+from flywheel.installing import driver_here, install_line
 from flywheel.ir import GpuTarget
 from flywheel.measure.device import Device, generic_name
+from flywheel.measure.environment import list_gpus
+
+
+def no_package(name: str) -> NoGpuError:
+    """The error for a package that is not installed. Where there is no GPU either, that is the first fact."""
+    line = install_line("cuda")
+    if driver_here() is None and not list_gpus():
+        return NoGpuError(f"no NVIDIA GPU is here: no driver is loaded; on a machine with one: {line}")
+    return NoGpuError(f"{name} is not installed: {line}")
 
 
 def count_gpus() -> int:
@@ -17,7 +26,7 @@ def count_gpus() -> int:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise NoGpuError(f"cuda.bindings is not installed: {install_line('cuda')}") from error
+        raise no_package("cuda.bindings") from error
     try:
         if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
             return 0
@@ -35,7 +44,7 @@ def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise NoGpuError(f"cuda.bindings is not installed: {install_line('cuda')}") from error
+        raise no_package("cuda.bindings") from error
 
     def told(returned: tuple[Any, ...]) -> Any:
         if returned[0] != driver.CUresult.CUDA_SUCCESS:
