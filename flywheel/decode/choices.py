@@ -18,8 +18,7 @@ _SPREAD: Final = 0x9E3779B97F4A7C15
 _COLUMNS: Final = ("temperature", "top_p", "log_min_p", "penalty", "greedy", "chosen")
 
 _WHOLE: Final = 2**40
-"""Shares are counted in multiples of 1 / this: sums of integers do not depend on their order, nor on how many rows are
-added."""
+"""Shares are counted in multiples of 1 / this: sums of integers do not depend on their order, nor on other rows."""
 _BLOCK: Final = 512
 """Elements that are summed sequentially; blocks of them are summed in parallel."""
 
