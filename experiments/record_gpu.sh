@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Records what needs an H200 under results/gpu, each part in the order in which one needs the other:
+# Records what needs a GPU under results/gpu, each part in the order in which one needs the other:
 #
 #     experiments/record_gpu.sh OUTPUT COMMIT PART ...
 #
-# A WORK is MODEL[/WEIGHTS[/BATCH]], as llama3-8b, llama3-8b/int4 or qwen3-8b/int4/8; WEIGHTS may be bf16.
+# The GPU is an H200 unless FLYWHEEL_GPU names another. A WORK is MODEL[/WEIGHTS[/BATCH[/RANKS]]], as llama3-8b,
+# llama3-8b/int4, qwen3-8b/int4/8 or llama3-8b/bf16/1/2; RANKS GPUs share its step.
 #
 # conformance                      tests on the GPU
+# ranks                            tests of programs of several GPUs, on the GPUs here
 # formats                          those of quantised weights, of sequences, of bundles and of what loads a program
 # sanitizer                        what compute-sanitizer says
 # probe                            the card
@@ -15,6 +17,9 @@
 # batches:WORK[:RIVALS[:BATCHES]]  the same for 1, 2, 4 and 8 sequences
 # long:WORK:CONTEXT:TRIALS:TIME    a search at that context, and the best of it beside cublas
 # trace:WORK                       where its time goes
+# verify:WORK                      the best schedule's tensors against the oracle's
+# text:WORK                        200 tokens by the best schedule
+# workers:MODEL:TRIALS             a cold search by all GPUs here, and how much they measured at once
 # random:WORK[:TRIALS[:TIME]]      200 schedules, to calibrate with
 # measured:MODEL:TRIALS:SEEDS      cold searches, seed by seed
 # near:MODEL:TRIALS:SEEDS          after how many measurements they are near the best, many seeds at once
@@ -39,6 +44,7 @@ cd "$(dirname "$0")/.."
 root="$PWD" output="$(mkdir -p "$1" && cd "$1" && pwd)" commit="$2"
 shift 2
 export FLYWHEEL_COMMIT="$commit"  # for rows: this may be a copy that git knows nothing of
+gpu="${FLYWHEEL_GPU:-h200}"
 export FLYWHEEL_STORE="${FLYWHEEL_STORE:-gpu.db}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 flywheel() { (cd "$output" && python3 -m flywheel "$@"); }
@@ -66,15 +72,16 @@ tests() {
 
 search() {
   local name="$1" code=0
-  record "$name.txt" search --gpu h200 --measure cuda "${@:2}" || code=$?
+  record "$name.txt" search --gpu "$gpu" --measure cuda "${@:2}" || code=$?
   flywheel export --format tsv --output results.tsv && return "$code"
 }
 
 # The best schedule that the store has of a work at context 512, else the one that comes with flywheel, as FILE.
 best() {
-  local file="$1" model="$2" weights="$3" batch="$4"
-  flywheel export --format schedule --measured --model "$model" --gpu h200 --weights "$weights" --batch "$batch" \
-    --output "$file" || cp "flywheel/schedules/$model-h200-bf16$([[ $weights == bf16 ]] || echo "-$weights")-c512-b$batch.json" "$output/$file"
+  local file="$1" model="$2" weights="$3" batch="$4" ranks="${5:-1}" of="$gpu"
+  [[ "$ranks" == 1 ]] || of="${ranks}x$gpu"
+  flywheel export --format schedule --measured --model "$model" --gpu "$of" --weights "$weights" --batch "$batch" \
+    --output "$file" || cp "flywheel/schedules/$model-$of-bf16$([[ $weights == bf16 ]] || echo "-$weights")-c512-b$batch.json" "$output/$file"
 }
 
 # What bench records, of the store's best of each context and batch, else what comes with flywheel.
@@ -87,17 +94,19 @@ bench() (
 
 part() {
   local kind="$1" work="$2" more="$3" rest="$4"
-  local model weights batch
-  IFS=/ read -r model weights batch <<<"$work"
-  weights="${weights:-bf16}" batch="${batch:-1}"
+  local model weights batch ranks
+  IFS=/ read -r model weights batch ranks <<<"$work"
+  weights="${weights:-bf16}" batch="${batch:-1}" ranks="${ranks:-1}"
   local name="$model"
   [[ "$weights" == bf16 ]] || name+=".$weights"
   [[ "$batch" == 1 ]] || name+=".b$batch"
-  local of=(--model "$model" --weights "$weights" --batch "$batch")
+  [[ "$ranks" == 1 ]] || name+=".r$ranks"
+  local of=(--model "$model" --weights "$weights" --batch "$batch" --ranks "$ranks")
   case "$kind" in
     conformance)
       tests conformance.txt 300 tests/gpu tests/decode tests/vm tests/cli/test_cuda.py \
         tests/cli/test_quantised_checkpoints.py tests/interop/mpk/test_converting.py ;;
+    ranks) tests ranks.txt 300 -n 0 tests/vm/gpu/test_peers.py tests/decode/test_ranks_on_one_gpu.py ;;
     formats)
       tests formats.txt 300 tests/cli/test_quantised_checkpoints.py tests/decode/test_formats_on_gpu.py \
         tests/gpu/test_coded.py tests/decode/test_sequences_on_the_gpu.py tests/decode/test_bundle_on_gpu.py tests/vm/gpu ;;
@@ -105,7 +114,7 @@ part() {
     probe) record doctor.txt doctor --probe ;;
     search)
       search "$name.search" "${of[@]}" --trials "${more:-150}" ${rest:+--time "$rest"} &&
-        best "$name.schedule.json" "$model" "$weights" "$batch" ;;
+        best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" ;;
     random) search "$name.random" "${of[@]}" --trials "${more:-200}" ${rest:+--time "$rest"} --sampler random --no-seeds ;;
     bench) bench "$name.bench" "$more" "${of[@]}" ${rest:+--rounds "$rest"} ;;
     contexts) bench "$name.contexts" "$more" "${of[@]}" --context 512,4096 ;;
@@ -115,19 +124,29 @@ part() {
       search "$name.c$more.search" "${of[@]}" --context "$more" --trials "${rest%%:*}" ${time:+--time "$time"} &&
         bench "$name.c$more.bench" cublas "${of[@]}" --context "$more" --rounds 3 ;;
     trace)
-      best "$name.schedule.json" "$model" "$weights" "$batch" &&
+      best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" &&
         record "$name.trace.txt" trace --config "$name.schedule.json" "${of[@]}" --output "$name.trace.json" \
           --picture "$name.trace.svg" ;;
+    verify)
+      best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" &&
+        record "$name.verify.txt" verify --config "$name.schedule.json" "${of[@]}" --device cuda ;;
+    text)
+      best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" &&
+        record "$name.text.txt" generate --config "$name.schedule.json" --model "$model" --weights "$weights" \
+          --ranks "$ranks" --device cuda --prompt-ids 1,2,3 --max-tokens 200 --json ;;
+    workers)
+      search "$model.workers" --model "$model" --cold --trials "${more:-150}" --name "$model.workers" &&
+        script "$model.workers_overlap.txt" workers_overlap.py results.tsv "$model.workers" ;;
     measured)
-      script "$model.measured_search.txt" measured_search.py --gpu h200 --works "$model:$more:$rest" \
+      script "$model.measured_search.txt" measured_search.py --gpu "$gpu" --works "$model:$more:$rest" \
         --tsv "$model.measured_search.tsv" ;;
     near)
-      script "$model.measured_near.txt" measured_near.py --gpu h200 --works "$model:$more:$rest" \
+      script "$model.measured_near.txt" measured_near.py --gpu "$gpu" --works "$model:$more:$rest" \
         --tsv "$model.measured_near.tsv" ;;
     parts)
       script "$model.measured_parts.txt" measured_parts.py --works "$model:$more:$rest"
       script "$model.measured_profile.txt" measured_parts.py --works "$model:$more:$rest" --profile 45 ;;
-    coded) IFS=+ read -ra works <<<"$5" && script coded_speed.txt coded_speed.py --gpu h200 "${works[@]}" ;;
+    coded) IFS=+ read -ra works <<<"$5" && script coded_speed.txt coded_speed.py --gpu "$gpu" "${works[@]}" ;;
     generate)
       best "$name.schedule.json" "$model" bf16 1 &&
         script "$name.generate_speed.txt" generate_speed.py --works "$model:$name.schedule.json" ;;
@@ -142,7 +161,7 @@ part() {
       done
       script "$name.serve_speed.txt" serve_speed.py "$model" --weights "$weights" ${more:+--engines "$more"} ;;
     readme) script readme_commands.txt readme_commands.py ;;
-    calibrate) record calibrate.txt calibrate --gpu h200 --output machine.json ;;
+    calibrate) record calibrate.txt calibrate --gpu "$gpu" --output machine.json ;;
     versions) python3 experiments/two_versions.py "$work" . results/gpu/llama3.2-1b.schedule.json \
         results/gpu/llama3-8b.schedule.json --record "$output/two_versions.txt" ;;
     noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee -i "$output/aa_noise.txt" ;;
