@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.bench_engines import ENGINES, NONE, Asked, end, rows_of, time_engines
@@ -39,7 +40,7 @@ def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
     words, seed = params["prompt_words"], params["seed"]
     _engines(params)  # before anything that takes minutes
     with _served(where, _options(params)) as server:
-        prompts = draw_prompts(seed, requests, words)
+        prompts = _fitting(draw_prompts(seed, requests, words), server, params)
         # A first request warms the server up, so that no timed request does.
         first = put_load(server, prompts[:1], 1, min(max_tokens, 2))
         if first.failed:
@@ -56,6 +57,28 @@ def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
         "max_tokens": max_tokens, "longest_prompt_words": words, "loads": loads,
         "beside": time_engines(_engines(params), _same_load(where, params, prompts)),
     }  # fmt: skip
+
+
+def _fitting(prompts: list[str], server: Server, params: Mapping[str, Any]) -> list[str]:
+    """The prompts, cut where they do not fit the server's context before an answer. They stay whole if the context or
+    the model's tokenizer is not known here. Raises UsageError if there is no room for a prompt."""
+    from flywheel.models.catalog import model_name, model_path
+    from flywheel.models.tokenizer import Tokenizer, has_tokenizer
+    from flywheel.serve.load import fit_prompts
+
+    path = None if params["model"] is None else model_path(model_name(params["model"]))
+    folder = path if path is None or path.is_dir() else path.parent
+    if server.context is None or folder is None or not has_tokenizer(folder) or find_spec("tokenizers") is None:
+        return prompts
+    room = server.context - params["max_tokens"] + 1
+    if room < 1:
+        raise UsageError(f"bench: --max-tokens {params['max_tokens']} is more than the context of {server.context}")
+    with Tokenizer(folder) as tokenizer:
+        fitting = fit_prompts(prompts, lambda text: len(tokenizer.encode(text)), room)
+    cut = sum(fit != prompt for fit, prompt in zip(fitting, prompts, strict=True))
+    if cut:
+        note(f"flywheel: {cut} of {len(prompts)} prompts are cut to {room} tokens, to fit the context {server.context}")
+    return fitting
 
 
 def _engines(params: Mapping[str, Any]) -> tuple[str, ...]:

@@ -79,7 +79,10 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         return await _respond(engine, metrics, name, asked, request, chat=True)
 
-    own = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "flywheel"}
+    own = {
+        "id": name, "object": "model", "created": int(time.time()), "owned_by": "flywheel",
+        "max_model_len": engine.context,
+    }  # fmt: skip
     return app
 
 

@@ -59,7 +59,7 @@ class Engine:
         self._process: SpawnProcess | None = None
         self._closing = threading.Event()
         self._letters: SimpleQueue[tuple[Connection, Ask | Cancel] | None] = SimpleQueue()
-        self.restarts = 0
+        self.restarts = self.context = 0
         self.failed: str | None = None
 
     def start(self) -> Loaded:
@@ -143,7 +143,7 @@ class Engine:
             raise UsageError(said.why)
         assert isinstance(said, Loaded)
         with self._lock:
-            self._connection = ours
+            self._connection, self.context = ours, said.context
         return said
 
     def _listen(self) -> None:

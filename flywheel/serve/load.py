@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -33,6 +34,7 @@ class Server:
     url: str
     model: str
     key: str | None = None
+    context: int | None = None  # most tokens of prompt and answer; None if the server does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,20 @@ def draw_prompts(seed: int, count: int, longest: int) -> list[str]:
     return [" ".join(dice.choices(WORDS, k=dice.randint(1, longest))) for _ in range(count)]
 
 
+def fit_prompts(prompts: Sequence[str], count: Callable[[str], int], room: int) -> list[str]:
+    """The prompts, each without the words at its end with which it has more than `room` tokens, as `count` counts them.
+    Raises UsageError if a word alone does not fit."""
+    fitting = []
+    for prompt in prompts:
+        words = prompt.split()
+        texts = [" ".join(words[: place + 1]) for place in range(len(words))]
+        most = bisect_right(texts, room, key=count)
+        if not most:
+            raise UsageError(f"prompt: the word {words[0]!r} has {count(words[0])} tokens; there is room for {room}")
+        fitting.append(texts[most - 1])
+    return fitting
+
+
 def find_server(url: str, key: str | None = None) -> Server:
     """The server at an address, with or without /v1, and the first model that it lists. Raises UsageError."""
     base = _base(url)
@@ -93,7 +109,9 @@ def find_server(url: str, key: str | None = None) -> Server:
             body = answer.read()
             if answer.status != 200:
                 raise UsageError(f"{base}/models: status {answer.status}")
-            return Server(base, str(json.loads(body)["data"][0]["id"]), key)
+            first = json.loads(body)["data"][0]
+            context = first.get("max_model_len")
+            return Server(base, str(first["id"]), key, context if isinstance(context, int) else None)
         except (OSError, HTTPException, *_WRONG) as error:
             raise UsageError(f"{base}/models: {type(error).__name__}: {error}") from None
 

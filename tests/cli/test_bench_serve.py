@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from serve.conftest import checkpoint as served_checkpoint
 from flywheel.cli.bench_serve import START, _served
 from flywheel.cli.exits import REJECTED
 from flywheel.errors import UsageError
-from flywheel.serve.load import Answered, Load, Server, draw_prompts, find_server, put_load
+from flywheel.serve.load import Answered, Load, Server, draw_prompts, find_server, fit_prompts, put_load
 
 checkpoint = served_checkpoint
 
@@ -131,6 +132,15 @@ def test_prompts_are_the_seeds() -> None:
     assert {len(prompt.split()) for prompt in draw_prompts(3, 200, 5)} == {1, 2, 3, 4, 5}
 
 
+def test_prompts_are_cut_word_by_word_to_what_fits() -> None:
+    prompts = ["a line", "once upon a time", "the"]
+    assert fit_prompts(prompts, len, 99) == prompts
+    assert fit_prompts(prompts, len, 9) == ["a line", "once upon", "the"]
+    assert fit_prompts(prompts, len, 4) == ["a", "once", "the"]
+    with pytest.raises(UsageError, match="prompt: the word 'once' has 4 tokens; there is room for 3"):
+        fit_prompts(prompts, len, 3)
+
+
 @pytest.mark.parametrize(
     "url",
     ["nowhere", "ftp://x/v1", "http://127.0.0.1:9/v1", "http://x:99999", "http://x:y", "http://[::1", "http://a b"],
@@ -172,3 +182,17 @@ def test_a_server_that_is_started_is_loaded_and_ended(checkpoint: Path, tmp_path
     assert not any(load["failed"] for load in document["loads"])
     assert "first p99" in result.output
     assert "vllm: not installed" in result.output
+
+
+def test_prompts_of_a_server_that_is_started_fit_its_context(checkpoint: Path) -> None:
+    asked = ("bench", "--serve", "--model", str(checkpoint), "--device", "reference", "--context", "64",
+             "--clients", "1", "--requests", "4", "--prompt-words", "40", "--seed", "3", "--json")  # fmt: skip
+    result = invoke(*asked, "--max-tokens", "40")
+    assert result.exit_code == 0, result.output
+    (load,) = json.loads(result.stdout)["loads"]
+    assert (load["failed"], load["tokens"]) == ([], 160)
+    assert load["prompt_tokens"] <= 4 * 25
+    assert re.search(r"flywheel: [1-4] of 4 prompts are cut to 25 tokens, to fit the context 64\n", result.stderr)
+    refused = invoke(*asked, "--max-tokens", "65")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.endswith("flywheel: bench: --max-tokens 65 is more than the context of 64\n")

@@ -76,7 +76,8 @@ def test_one_prompt_that_cannot_be_served_refuses_all_and_leaves_nothing(client:
 
 
 def test_a_model_is_found_by_its_name(client: OpenAI) -> None:
-    assert client.models.retrieve("tiny").owned_by == "flywheel"
+    found = client.models.retrieve("tiny")
+    assert (found.owned_by, found.model_dump()["max_model_len"]) == ("flywheel", 160)
     with pytest.raises(openai.NotFoundError, match="is not served here") as missing:
         client.models.retrieve("meta/other")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")

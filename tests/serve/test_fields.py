@@ -22,7 +22,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 class Echo:
     """An engine that answers every request with nothing at once, and keeps what it was asked."""
 
-    most, waiting, restarts, failed = 8, 0, 0, None
+    most, waiting, restarts, context, failed = 8, 0, 0, 64, None
 
     def __init__(self) -> None:
         self.asked: list[Ask] = []
