@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
@@ -201,8 +202,13 @@ _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 
 
+_END: Final[_Message] = {"type": "http.response.body", "body": b"", "more_body": False}
+_SHUTTING_DOWN: Final = JSONResponse(error("the server is shutting down", "server_error"), 503)
+
+
 class _Guard:
-    """Middleware that refuses requests without the key and requests that are too long."""
+    """Middleware that refuses requests without the key and requests that are too long, and ends those that the server
+    cuts off when it ends."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], api_key: str | None) -> None:
         self._app, self._key = app, api_key
@@ -223,7 +229,7 @@ class _Guard:
             response = JSONResponse(error(f"body: more than {MAX_BODY} bytes"), 413)
             await response(scope, receive, send)
             return
-        taken = 0
+        taken, begun = 0, False
 
         async def counted() -> _Message:
             nonlocal taken
@@ -232,9 +238,16 @@ class _Guard:
             return message if taken <= MAX_BODY else {"type": "http.disconnect"}
 
         async def passed(message: _Message) -> None:
+            nonlocal begun
             if taken <= MAX_BODY:
+                begun = True
                 await send(message)
 
-        await self._app(scope, counted, passed)
+        try:
+            await self._app(scope, counted, passed)
+        except asyncio.CancelledError:  # the server ends and waits no longer; a traceback would say no more
+            with suppress(asyncio.CancelledError):
+                await (send(_END) if begun else _SHUTTING_DOWN(scope, receive, send))
+            return
         if taken > MAX_BODY:
             await JSONResponse(error(f"body: more than {MAX_BODY} bytes"), 413)(scope, receive, send)
