@@ -18,6 +18,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config
 from flywheel.cli.options import (
     DEFAULTS,
+    OutputFile,
     SharedOption,
     check_writable,
     command,
@@ -142,8 +143,8 @@ class Refused:
 @click.option("--engines", metavar="NAME,...",
               help="With --serve and no URL: engines to time after flywheel's server: transformers (generate, static "
                    "cache, torch.compile), vllm (its server), or none.  [default: the installed ones]")
-@click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the times as bars.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
+@click.option("--picture", type=OutputFile(), metavar="FILE.svg", help="Draw the times as bars.")
+@click.option("-o", "--output", type=OutputFile(), metavar="FILE.json",
               help="Write the JSON document, with all samples.")
 @store_option
 @json_option

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.cli.files import load_config
-from flywheel.cli.options import DEFAULTS, check_writable
+from flywheel.cli.options import DEFAULTS, STDOUT, check_writable
 from flywheel.cli.provenance import find_campaign, row_title, schedule_text
 from flywheel.cli.text import note, size, us
 from flywheel.errors import UsageError
@@ -43,7 +43,7 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
     Raises UsageError for a format other than bundle, and as `_write`.
     """
     if form != "bundle":
-        raise UsageError(f"export: --schedule goes with --format bundle, not with {form}")
+        raise UsageError(f"export: --config goes with --format bundle, not with {form}")
     given = None if file == SHIPPED else load_config(file)
     work: dict[str, Any] = {
         name: named[name] if named[name] is not None else getattr(given, name, DEFAULTS.get(name)) for name in _WORK
@@ -80,6 +80,8 @@ def _write(
 
     if output is None:
         raise UsageError("export: --format bundle needs --output DIR")
+    if output == STDOUT:
+        raise UsageError("export: --output - is stdout, and --format bundle writes a directory; name one")
     with _writing(output):
         check_new(output)
         if not output.exists():

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from flywheel.cli.options import SharedOption, check_writable, command, json_option, store_option, write_file
+from flywheel.cli.options import (
+    OutputFile,
+    SharedOption,
+    check_writable,
+    command,
+    json_option,
+    store_option,
+    write_file,
+)
 from flywheel.cli.provenance import find_campaign
 from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table
 from flywheel.cost_model import MODEL_VERSION
@@ -34,7 +42,7 @@ _MOST_JOBS: Final = 8
               help="Share of each model's configs that only test the fit.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N",
               help=f"Processes that predict.  [default: one per processor, up to {_MOST_JOBS}]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("machine.json"), show_default=True,
+@click.option("-o", "--output", type=OutputFile(), default=Path("machine.json"), show_default=True,
               metavar="FILE", help="File for the constants, for --machine of other commands.")
 @json_option
 def calibrate(

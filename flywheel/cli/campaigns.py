@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flywheel.cli.options import command, json_option, store_option
+from flywheel.cli.options import command, document_option, give, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
-from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, show_table, ties, us
+from flywheel.cli.text import ABSENT, Command, counts, pairs, percent, show, show_table, ties, us
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, judged, marks, ranked, row_name, tied_with, trial_of
 
@@ -24,8 +26,9 @@ SHOWN = 5
 @command
 @click.argument("name", required=False)
 @store_option
+@document_option
 @json_option
-def campaigns(name: str | None, store: str, as_json: bool) -> None:
+def campaigns(name: str | None, store: str, output: Path | None, as_json: bool) -> None:
     """List the campaigns of a store with their outcomes and best latencies, or show the campaign NAME."""
     from flywheel.store.sql import open_store
 
@@ -35,26 +38,22 @@ def campaigns(name: str | None, store: str, as_json: bool) -> None:
         trials = opened.trials(campaign.name) if campaign is not None else []
         where = opened.name
     if campaign is None:
-        _list(where, summaries, as_json)
+        listed = {"store": where, "campaigns": [_document(each) for each in summaries]}
+        give(listed, output, as_json, lambda: _list(where, summaries))
         return
     summary = next(each for each in summaries if each.campaign.name == campaign.name)
-    if as_json:
-        best = [asdict(record) for record in ranked(trials)[:SHOWN]]
-        tied = [record.trial for record in tied_with(best_of(trials), trials)]
-        show_json({"store": where, **_document(summary), "best": best, "tied": tied})
-    else:
-        _show(where, summary, trials)
+    best = [asdict(record) for record in ranked(trials)[:SHOWN]]
+    tied = [record.trial for record in tied_with(best_of(trials), trials)]
+    document = {"store": where, **_document(summary), "best": best, "tied": tied}
+    give(document, output, as_json, lambda: _show(where, summary, trials))
 
 
-def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
-    if as_json:
-        show_json({"store": where, "campaigns": [_document(summary) for summary in summaries]})
-        return
+def _list(where: str, summaries: list[CampaignSummary]) -> None:
     if not summaries:
         show(f"{where}: no campaigns")
         return
-    headers = ("<campaign", "<model", "<GPU", "<dtype", "context", "batch", "<sampler", "trials", "best", "<",
-               "<outcomes")  # fmt: skip
+    headers = ("<!campaign", "?<!model", "?<!GPU", "?<dtype", "?context", "?batch", "?<sampler", "?trials", "best",
+               "<!", "?<outcomes")  # fmt: skip
     rows = []
     for summary in summaries:
         campaign = summary.campaign
@@ -113,13 +112,13 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
                 ("tied", ties(tied)),
                 ("verdict", None if top is None else judged(top)),
                 ("store", where),
-                ("command", search_command(campaign)),
+                ("command", Command(shlex.split(search_command(campaign)))),
             ]
         )
     )
     best = ranked(trials)[:SHOWN]
     if best:
-        headers = ("trial", "latency", "<", "of floor", "<from", "<config", "<program", "<")
+        headers = ("trial", "latency", "<", "of floor", "<from", "<!config", "?<!program", "<")
         rows = [
             (str(trial_of(r, trials)), us(r.objective_us), r.outcome, percent(r.floor_fraction), r.source,
              r.config_id, r.program_id or ABSENT, marks(r) or "")

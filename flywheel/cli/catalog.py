@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import click
 
-from flywheel.cli.options import DEFAULTS, SharedOption, command, json_option, weights_option
-from flywheel.cli.text import show_json, show_table, size, us
+from flywheel.cli.options import DEFAULTS, SharedOption, command, document_option, give, json_option, weights_option
+from flywheel.cli.text import show_table, size, us
 from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.serde import target_to_dict
@@ -24,8 +25,9 @@ from flywheel.search.workload import find_target
 @click.option("--dtype", cls=SharedOption, type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"],
               show_default=True, help="Type of activations and unquantised weights.")  # fmt: skip
 @weights_option
+@document_option
 @json_option
-def models(gpus: tuple[str, ...], dtype: str, weights: str | None, as_json: bool) -> None:
+def models(gpus: tuple[str, ...], dtype: str, weights: str | None, output: Path | None, as_json: bool) -> None:
     """List the models known by name.
 
     The floor is the time that reading a token's weights takes at the GPU's bandwidth.
@@ -34,10 +36,13 @@ def models(gpus: tuple[str, ...], dtype: str, weights: str | None, as_json: bool
     stored = weights_name(weights, dtype)
     formats = parse_formats(stored, dtype)
     listed = [_model(spec, DTYPES[dtype], formats, targets) for spec in CATALOG.values()]
-    if as_json:
-        show_json({"dtype": dtype, "weights": stored, "models": listed})
-        return
-    headers = ("<model", "params", "layers", "hidden", "heads", "KV", "vocab", "max context", f"{stored} read a token",
+    document = {"dtype": dtype, "weights": stored, "models": listed}
+    give(document, output, as_json, lambda: _show_models(stored, listed, targets))
+
+
+def _show_models(stored: str, listed: list[dict[str, Any]], targets: list[GpuTarget]) -> None:
+    headers = ("<!model", "params", "?layers", "?hidden", "?heads", "?KV", "?vocab", "max context",
+               f"{stored} read a token",
                *(f"{target.name} floor" for target in targets))  # fmt: skip
     rows = [
         (
@@ -51,16 +56,16 @@ def models(gpus: tuple[str, ...], dtype: str, weights: str | None, as_json: bool
 
 
 @command
+@document_option
 @json_option
-def targets(as_json: bool) -> None:
+def targets(output: Path | None, as_json: bool) -> None:
     """List the GPUs known by name."""
-    if as_json:
-        documents = [
-            {**target_to_dict(target), "cost_model": machine_for(target).source} for target in TARGETS.values()
-        ]
-        show_json({"targets": documents})
-        return
-    headers = ("<GPU", "arch", "SMs", "HBM", "GB/s", "L2", "smem a block", "<cost model", "<source")
+    documents = [{**target_to_dict(target), "cost_model": machine_for(target).source} for target in TARGETS.values()]
+    give({"targets": documents}, output, as_json, _show_targets)
+
+
+def _show_targets() -> None:
+    headers = ("<!GPU", "arch", "SMs", "HBM", "GB/s", "?L2", "?smem a block", "<cost model", "?<source")
     rows = [
         (
             target.name, f"sm_{target.sm_arch}", str(target.num_sms), f"{target.hbm_bytes / 2**30:.0f} GiB",

@@ -14,6 +14,8 @@ from click.core import ParameterSource
 from flywheel.cli.files import as_stored
 from flywheel.cli.options import (
     DEFAULTS,
+    STDOUT,
+    announce_written,
     batch_option,
     check_writable,
     command,
@@ -46,7 +48,7 @@ _OF_CAMPAIGN = ("schedule", "program", "bundle", "optuna")
                    "bundle: a directory with the compiled program, which decodes a checkpoint without torch. "
                    "tsv, csv: all trials. t4: trials of one model and GPU in Kernel Tuner's format. "
                    "optuna: a campaign as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
-@click.option("--schedule", "schedule_file", metavar="FILE|shipped",
+@click.option("--config", "--schedule", "schedule_file", metavar="FILE|shipped",
               help="With --format bundle: bundle an exported or the shipped schedule instead of a trial.")
 @click.option("--campaign", metavar="NAME", help="Only trials of this campaign; a unique prefix is enough.")
 @workload_options
@@ -119,7 +121,7 @@ def _hand_out(form: str, text: str, facts: Mapping[str, Any], output: Path | Non
     """Write a text to `output`, or to stdout."""
     if output is not None:
         write_file(output, text)
-        note(f"wrote {output}")
+        announce_written(output)
     if as_json and (output is not None or form in ("tsv", "csv")):
         show_json({"format": form, "path": None if output is None else str(output), **facts})
     elif output is None:
@@ -137,6 +139,8 @@ def _write_study(store: Store, wanted: Mapping[str, Any], output: Path | None, a
 
     if "campaign" not in wanted or output is None:
         raise UsageError("export: --format optuna needs one --campaign and --output FILE")
+    if output == STDOUT:
+        raise UsageError("export: --output - is stdout, and --format optuna writes a database; name a file")
     check_writable(output)
     campaign = find_campaign(store, wanted["campaign"])
     trials = write_study(campaign, store.trials(campaign.name), output)

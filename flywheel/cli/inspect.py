@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 from flywheel.cli.files import load_program
-from flywheel.cli.options import command, json_option
-from flywheel.cli.text import cell, pairs, percent, show, show_json, show_table, size, us
+from flywheel.cli.options import command, document_option, give, json_option
+from flywheel.cli.text import cell, pairs, percent, show, show_table, size, us
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
@@ -23,16 +24,14 @@ from flywheel.report.layer import operation
 
 @command
 @click.argument("file", metavar="FILE")
+@document_option
 @json_option
-def inspect(file: str, as_json: bool) -> None:
+def inspect(file: str, output: Path | None, as_json: bool) -> None:
     """Summarise a program: buffers, tasks, counters, depth, load of the SMs, pages and config. `-` is stdin."""
     program = load_program(file)
     announce_compiling()
     facts = describe(program)
-    if as_json:
-        show_json({"path": file, **facts})
-    else:
-        _show(file, facts)
+    give({"path": file, **facts}, output, as_json, lambda: _show(file, facts))
 
 
 def describe(program: MegakernelProgram) -> dict[str, Any]:

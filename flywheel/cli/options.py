@@ -6,13 +6,15 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from flywheel.cli.text import HELP
+from flywheel.cli.text import HELP, json_text, note, show_document, show_json, stdout_taken, take_stdout
 from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
 from flywheel.ir import MAX_RANKS
@@ -21,6 +23,7 @@ from flywheel.search.spec import CampaignSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+STDOUT: Final = Path("-")
 DEFAULT_STORE: Final = "flywheel.db"
 DEFAULTS: Final = MappingProxyType(
     {field.name: field.default for field in fields(CampaignSpec) if field.default is not MISSING}
@@ -54,13 +57,31 @@ def setting(text: str) -> tuple[str, str]:
     return name, value
 
 
+class OutputFile(click.ParamType[Path]):
+    """A file to write, as a path; `-` is stdout, and the rest of the command's text then goes to stderr."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if isinstance(value, Path):  # a default
+            return value
+        if value != str(STDOUT):
+            path = Path(value)
+            return path.absolute() if path == STDOUT else path  # ./- is a file
+        flag = "the output" if param is None else param.opts[-1]
+        before = take_stdout(flag)
+        if before is not None:
+            self.fail(f"{before} writes to stdout, too; give one of them a file", param, ctx)
+        return STDOUT
+
+
 def command(function: Callable[..., Any], name: str | None = None) -> click.Command:
     """Make a command. Its help is the function's docstring, and options are also read from variables named after their
     flags.
 
     `name` is the command's name where the function cannot have it.
     """
-    made = click.command(name, context_settings=dict(HELP))(function)
+    made = click.command(name, context_settings=dict(HELP))(_one_stdout(function))
     for option in made.params:
         if isinstance(option, click.Option):
             option.envvar = variables(made.name or "", option)
@@ -68,11 +89,29 @@ def command(function: Callable[..., Any], name: str | None = None) -> click.Comm
     return made
 
 
+def _one_stdout(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a command, which refuses --json beside a file on stdout. The variable FLYWHEEL_JSON does not
+    count then."""
+
+    @wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        taken = stdout_taken()
+        for name, flag in (("as_json", "--json"), ("jsonl", "--jsonl")):
+            if taken is None or not given.get(name):
+                continue
+            if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise UsageError(f"{flag} and {taken} - both write to stdout; give one")
+            given[name] = False
+        return function(*args, **given)
+
+    return checked
+
+
 def variables(name: str, option: click.Option) -> list[str]:
     """Environment variables that set an option of the command `name`, the one that wins first."""
-    flag = next(flag for flag in option.opts if flag.startswith("--")).removeprefix("--")
+    flags = [flag.removeprefix("--") for flag in option.opts if flag.startswith("--")]
     prefixes = [f"FLYWHEEL_{name}", *(["FLYWHEEL"] if isinstance(option, SharedOption) else [])]
-    return [f"{prefix}_{flag}".upper().replace("-", "_") for prefix in prefixes]
+    return [f"{prefix}_{flag}".upper().replace("-", "_") for prefix in prefixes for flag in flags]
 
 
 def json_option(function: _F) -> _F:
@@ -160,14 +199,40 @@ def ranks_option(function: _F) -> _F:
 
 
 def output_option(function: _F) -> _F:
-    """`--output`, None for stdout."""
+    """`--output`, None where not given: stdout."""
     return click.option(
-        "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE instead of stdout."
+        "-o", "--output", type=OutputFile(), metavar="FILE", help="Write to FILE instead of stdout; - is stdout."
     )(function)
+
+
+def document_option(function: _F) -> _F:
+    """`--output` of a command that shows text or, with --json, a document; `give` takes its value."""
+    return click.option(
+        "-o", "--output", type=OutputFile(), metavar="FILE", help="Write what --json prints to FILE; - is stdout."
+    )(function)
+
+
+def give(document: object, output: Path | None, as_json: bool, show: Callable[[], None]) -> None:
+    """Write a document to the file `output`; without one, to stdout as JSON or, by `show`, as text."""
+    if output is None:
+        show_json(document) if as_json else show()
+    elif output == STDOUT:
+        show_json(document)
+    else:
+        write_file(output, json_text(document))
+        announce_written(output)
+
+
+def announce_written(path: Path, more: str = "") -> None:
+    """Say on stderr that a file is written, unless it is stdout."""
+    if path != STDOUT:
+        note(f"wrote {path}{more}")
 
 
 def check_writable(path: Path) -> None:
     """Raises UsageError where `write_file` could not write `path`, as far as is known beforehand."""
+    if path == STDOUT:
+        return
     try:
         is_directory = path.is_dir()
     except OSError as error:  # no file can have this name
@@ -181,9 +246,12 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` to `path`, replacing it atomically. Raises UsageError where that fails."""
+    """Write `text` to `path`, replacing it atomically, or to stdout. Raises UsageError where that fails."""
     from flywheel.ir.files import write_atomically
 
+    if path == STDOUT:
+        show_document(text)
+        return
     check_writable(path)
     try:
         write_atomically(path, text)

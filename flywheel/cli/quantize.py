@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from flywheel.cli.decoding import check_installed, open_model
-from flywheel.cli.options import SharedOption, command, json_option
+from flywheel.cli.options import STDOUT, SharedOption, command, json_option
 from flywheel.cli.text import show, show_json, size
 from flywheel.errors import UsageError
 from flywheel.models.decoder import DTYPES
@@ -35,6 +35,8 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
     The format is compressed-tensors', which transformers and vLLM load. The embedding, norms and biases keep their
     type, and so does the head unless --weights names it. Tokenizer files are copied.
     """
+    if output == STDOUT:
+        raise UsageError("quantize: --output - is stdout, and a checkpoint is a directory; name one")
     check_installed("quantize", ["torch", "safetensors"])
     source = open_model("quantize", model)
     if source.stored is None or source.folder is None or source.dtype is None:

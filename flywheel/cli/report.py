@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flywheel.cli.options import check_writable, command, json_option, store_option, write_file
+from flywheel.cli.options import STDOUT, OutputFile, check_writable, command, json_option, store_option, write_file
 from flywheel.cli.provenance import find_campaign, schedule_text, search_command
-from flywheel.cli.text import note, show, show_document, show_json
+from flywheel.cli.text import note, show, show_json
 from flywheel.measure.standing import trials_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ PAGE = "report.html"
 
 @command
 @click.argument("campaign", required=False)
-@click.option("-o", "--output", "--out", "output", type=click.Path(path_type=Path), metavar="FILE.html",
+@click.option("-o", "--output", "--out", "output", type=OutputFile(), metavar="FILE.html",
               help="File to write; - is stdout.  [default: CAMPAIGN.html]")  # fmt: skip
 @store_option
 @json_option
@@ -35,19 +35,17 @@ def report(campaign: str | None, output: Path | None, store: str, as_json: bool)
     """
     from flywheel.store.sql import open_store
 
-    if output is not None and str(output) != "-":
+    if output is not None:
         check_writable(output)
     with open_store(store, create=False) as opened:
         found = find_campaign(opened, campaign)
         target = Path(f"{found.name.replace('/', '_')}.html") if output is None else output
-        if str(target) != "-":
-            check_writable(target)
+        check_writable(target)
         records = opened.trials(found.name)
     text = campaign_files(found, records)[PAGE]
-    if str(target) == "-":
-        show_document(text)
-        return
     write_file(target, text)
+    if target == STDOUT:
+        return
     trials = len(trials_of(records))
     if as_json:
         show_json({"campaign": found.name, "path": str(target), "trials": trials, "bytes": len(text.encode())})

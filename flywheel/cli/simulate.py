@@ -11,8 +11,17 @@ import click
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_program
 from flywheel.cli.inspect import predict_latency
-from flywheel.cli.options import check_writable, command, json_option, write_file
-from flywheel.cli.text import note, pairs, percent, show, show_json, show_table, size, us
+from flywheel.cli.options import (
+    OutputFile,
+    announce_written,
+    check_writable,
+    command,
+    document_option,
+    give,
+    json_option,
+    write_file,
+)
+from flywheel.cli.text import pairs, percent, show, show_table, size, us
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
 from flywheel.errors import ConfigError, UsageError
@@ -27,31 +36,31 @@ SHOWN = 5
 @command
 @click.argument("file", metavar="FILE")
 @click.option("--seeds", type=click.IntRange(min=0), default=16, show_default=True, help="Adversarial orders to try.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.json",
+@click.option("--trace", type=OutputFile(), metavar="FILE.json",
               help="Write the predicted timeline, for ui.perfetto.dev or chrome://tracing.")
 @click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
+@document_option
 @json_option
 @click.pass_context
 def simulate(
-    ctx: click.Context, file: str, seeds: int, trace: Path | None, machine: str | None, as_json: bool
-) -> None:
+    ctx: click.Context, file: str, seeds: int, trace: Path | None, machine: str | None, output: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Run a program's counters, fire its tasks in adversarial orders to find races, and predict its latency; `-` is
     stdin.
 
     Exit code 3 if a task never fires, an order shows a race, or the program is not valid.
     """
     program = load_program(file)
-    if trace is not None:
-        check_writable(trace)
+    for path in (trace, output):
+        if path is not None:
+            check_writable(path)
     predictor = STOCK
     if machine is not None and program.target is not None:
         predictor = open_predictor(machine, program.target)
     announce_compiling()
     document = run_program(program, seeds, predictor)
-    if as_json:
-        show_json(document)
-    else:
-        _show(file, document)
+    give(document, output, as_json, lambda: _show(file, document))
     if document["errors"] or document["stuck"] or document["violations"]:
         ctx.exit(REJECTED)
     if trace is not None:
@@ -69,7 +78,7 @@ def _write_trace(program: MegakernelProgram, document: dict[str, Any], path: Pat
     on = f" on {program.target.name}" if program.target is not None else ""
     slices = predicted_slices(program.tasks, timeline(program, predictor.machine))
     write_file(path, chrome_trace(f"{name}{on}, {BY_MODEL}", slices, document["prediction"]))
-    note(f"wrote {path}; ui.perfetto.dev opens it")
+    announce_written(path, "; ui.perfetto.dev opens it")
 
 
 def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = STOCK) -> dict[str, Any]:

@@ -7,12 +7,17 @@ moves the cursor, sets a title or begins a new line.
 from __future__ import annotations
 
 import json
+import shlex
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import isfinite
 from shutil import get_terminal_size
 from types import MappingProxyType
 from typing import Any, Final
+
+import click
 
 from flywheel.cli.output import on_terminal, write_err, write_out
 from flywheel.errors import OutputError
@@ -25,27 +30,52 @@ MAX_LINE: Final = 8000
 MAX_COMPLAINT: Final = 1000
 """Characters of the line that says why a command failed."""
 _GAP: Final = "  "
+_TAKEN: Final = "flywheel.stdout"
 LEAST_CELL: Final = 8
 """Characters that a cell of words keeps on a narrow terminal."""
+LEAST_OPTIONAL: Final = 16
+"""Characters below which a column of words is left out rather than cut, where it may be."""
+LEAST_WRAPPED: Final = 30
+"""Characters beside the margin below which a text is not broken into lines."""
 MAX_CELL: Final = 200
 """Characters of a cell of a table, whose column is as wide as its longest cell."""
 
 
+def take_stdout(flag: str) -> str | None:
+    """Reserve stdout for the file of the option `flag`: from then on, the command's text goes to stderr. Returns the
+    option that has taken stdout before."""
+    ctx = click.get_current_context()
+    before: str | None = ctx.meta.get(_TAKEN)
+    ctx.meta[_TAKEN] = flag
+    return before
+
+
+def stdout_taken() -> str | None:
+    """The option whose file goes to stdout; None where there is none."""
+    ctx = click.get_current_context(silent=True)
+    return None if ctx is None else ctx.meta.get(_TAKEN)
+
+
 def show(*lines: str) -> None:
-    """Write lines of the result to stdout, escaped."""
-    write_out("".join(f"{line_of(line)}\n" for line in lines))
+    """Write lines of the result to stdout, escaped; to stderr where a file goes to stdout."""
+    _write("".join(f"{line_of(line)}\n" for line in lines))
 
 
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "", gap: bool = False) -> None:
-    """Write a table to stdout, after an empty line if `gap`.
+    """Write a table where `show` writes, after an empty line if `gap`.
 
-    On a terminal, headers are bold, and columns of words are cut to fit the terminal as far as possible.
+    On a terminal, headers are bold, and columns are cut or left out to fit it, as in `table`; a line on stderr names
+    those left out.
     """
     room = get_terminal_size().columns if on_terminal() else None
-    head, *body = map(line_of, table(headers, rows, indent, room))
+    lines, left_out = _fitted(headers, rows, indent, room)
+    head, *body = map(line_of, lines)
     if on_terminal():
         head = f"\x1b[1m{head}\x1b[0m"
-    write_out("".join(f"{line}\n" for line in ([""] if gap else []) + [head, *body]))
+    _write("".join(f"{line}\n" for line in ([""] if gap else []) + [head, *body]))
+    if left_out:
+        words = f"not shown for want of room: {', '.join(left_out)}; --json has all"
+        note(*(f"{indent}{line}" for line in wrapped(words, len(indent))))
 
 
 def show_document(text: str) -> None:
@@ -56,12 +86,17 @@ def show_document(text: str) -> None:
 
 
 def show_json(document: object, indent: int | None = 2) -> None:
-    """Write the result to stdout as one JSON document. Numbers that are not finite become null."""
+    """Write the result to stdout as one JSON document, as `json_text` has it."""
+    write_out(json_text(document, indent))
+
+
+def json_text(document: object, indent: int | None = 2) -> str:
+    """A document as lines of JSON. Numbers that are not finite become null."""
     try:
         text = json.dumps(document, indent=indent, allow_nan=False)
     except ValueError:  # a number is not finite
         text = json.dumps(_finite(document), indent=indent, allow_nan=False)
-    write_out(f"{text}\n")
+    return f"{text}\n"
 
 
 def note(*lines: str) -> None:
@@ -90,6 +125,10 @@ def line_of(text: str, most: int = MAX_LINE) -> str:
     return escaped(text)
 
 
+def _write(text: str) -> None:
+    (write_out if stdout_taken() is None else write_err)(text)
+
+
 def _finite(value: object) -> object:
     """`value` with null for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
@@ -102,47 +141,127 @@ def _finite(value: object) -> object:
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "", room: int | None = None
 ) -> list[str]:
-    """Lines of aligned columns. A header that starts with `<` marks a column of words; the sign is not shown, and all
-    other columns are aligned to the right.
+    """Lines of aligned columns. A header that starts with `<` marks a column of words, `<!` one of names that users
+    type, and another `?` before it a column that may be left out; the signs are not shown. All other columns are
+    aligned to the right.
 
-    If lines are longer than `room` characters, the widest columns of words are cut.
+    If lines are longer than `room` characters, the widest columns of words are cut, names never. If that is not enough,
+    columns that may be left out go, the last one first.
     """
-    words = [header.startswith("<") for header in headers]
-    cells = [[header.removeprefix("<") for header in headers]]
-    cells += [[line_of(cell, MAX_CELL) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    if room is not None:
-        widths = _fitting(widths, words, room - len(indent))
+    return _fitted(headers, rows, indent, room)[0]
+
+
+def _fitted(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str, room: int | None
+) -> tuple[list[str], list[str]]:
+    """(lines of a table, titles of the columns that are left out)."""
+    cells = [[line_of(cell, MAX_CELL) for cell in row] for row in rows]
+    columns = [_Column.of(header, [row[place] for row in cells]) for place, header in enumerate(headers)]
+    widths = _widths(columns, None if room is None else room - len(indent))
     lines = []
-    for row in cells:
+    for row in [[column.title for column in columns], *cells]:
         aligned = [
-            _cut(cell, width).ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(row, widths, words, strict=True)
+            _cut(row[place], width).ljust(width) if columns[place].left else row[place].rjust(width)
+            for place, width in widths.items()
         ]
         lines.append(indent + _GAP.join(aligned).rstrip())
-    return lines
+    return lines, [column.title for place, column in enumerate(columns) if place not in widths]
 
 
-def _fitting(widths: Sequence[int], words: Sequence[bool], room: int) -> list[int]:
-    """`widths` with the widest columns of words narrowed, to LEAST_CELL at least, until all fit into `room`."""
-    fitted = list(widths)
-    while sum(fitted) + len(_GAP) * (len(fitted) - 1) > room:
-        wide = [index for index, left in enumerate(words) if left and fitted[index] > LEAST_CELL]
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of a table: its title, its width in full, and the width to which it may be cut."""
+
+    title: str
+    width: int
+    least: int
+    left: bool
+    optional: bool
+
+    @classmethod
+    def of(cls, header: str, cells: Sequence[str]) -> _Column:
+        """A column by its header, with the signs of `table`."""
+        marked = header.removeprefix("?")
+        left, is_name, title = marked.startswith("<"), marked.startswith("<!"), marked.lstrip("<!")
+        width = max(map(len, [title, *cells]))
+        least = LEAST_OPTIONAL if header != marked else LEAST_CELL
+        return cls(title, width, width if is_name or not left else min(width, least), left, header != marked)
+
+
+def _widths(columns: Sequence[_Column], room: int | None) -> dict[int, int]:
+    """Place -> width of each column that is shown. Columns left out come back, the first one first, where the others
+    leave them room. Where columns that stay do not fit, they are as narrow as they may be."""
+    places = range(len(columns))
+    if room is None:
+        return {place: columns[place].width for place in places}
+    shown = [*places]
+    optional = [place for place in places if columns[place].optional]
+    while (widths := _narrowed([columns[place] for place in shown], room)) is None:
+        if not optional:
+            return {place: columns[place].least for place in shown}
+        shown.remove(optional.pop())
+    for place in places:
+        more = sorted({*shown, place})
+        wider = _narrowed([columns[each] for each in more], room)
+        shown, widths = (shown, widths) if wider is None else (more, wider)
+    return dict(zip(shown, widths, strict=True))
+
+
+def _narrowed(columns: Sequence[_Column], room: int) -> list[int] | None:
+    """The columns' widths with the widest narrowed as far as needed to fit into `room`; None where that does not do."""
+    widths = [column.width for column in columns]
+    excess = sum(widths) + len(_GAP) * (len(widths) - 1) - room
+    while excess > 0:
+        wide = [place for place, column in enumerate(columns) if widths[place] > column.least]
         if not wide:
-            break
-        fitted[max(wide, key=lambda index: fitted[index])] -= 1
-    return fitted
+            return None
+        widths[max(wide, key=lambda place: widths[place])] -= 1
+        excess -= 1
+    return widths
 
 
 def _cut(cell: str, width: int) -> str:
     return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
 
+class Command(str):
+    """A command line for `pairs`. Where it is broken, it is broken between words, with a backslash before the break, so
+    that it can be pasted."""
+
+    __slots__ = ()
+
+    def __new__(cls, words: Sequence[str]) -> Command:
+        return super().__new__(cls, shlex.join(words))
+
+
 def pairs(items: Iterable[tuple[str, str | None]], indent: str = "  ") -> list[str]:
-    """Lines of names and values in two columns. A pair without a value is left out."""
+    """Lines of names and values in two columns. A pair without a value is left out. On a terminal, long values are
+    broken between words."""
     shown = [(name, value) for name, value in items if value is not None]
     width = max((len(name) for name, _ in shown), default=0)
-    return [f"{indent}{name.ljust(width)}  {escaped(value)}" for name, value in shown]
+    margin = len(indent) + width + len(_GAP)
+    lines = []
+    for name, value in shown:
+        first, *more = wrapped(value, margin)
+        lines += [f"{indent}{name.ljust(width)}{_GAP}{first}", *(" " * margin + line for line in more)]
+    return lines
+
+
+def wrapped(value: str, margin: int) -> list[str]:
+    """A text as lines that fit beside a margin on the terminal; one line where stdout is none, or too narrow. No word
+    is broken."""
+    room = get_terminal_size().columns - margin if on_terminal() else 0
+    if room < LEAST_WRAPPED or len(value) <= room:
+        return [escaped(value)]
+    if not isinstance(value, Command):
+        return textwrap.wrap(escaped(value), room, break_long_words=False, break_on_hyphens=False)
+    lines = [""]
+    for word in shlex.split(value):
+        quoted = escaped(shlex.quote(word))
+        if lines[-1] and len(lines[-1]) + len(quoted) + 3 > room:
+            lines.append("")
+        lines[-1] += f" {quoted}" if lines[-1] else quoted
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 
 
 def counts(numbers: Mapping[str, int]) -> str:

@@ -13,7 +13,9 @@ from flywheel.cli.decoding import check_device, lower_model, open_model
 from flywheel.cli.files import load_config
 from flywheel.cli.options import (
     DEFAULTS,
+    OutputFile,
     SharedOption,
+    announce_written,
     batch_option,
     check_writable,
     command,
@@ -54,9 +56,9 @@ if TYPE_CHECKING:
               help="Position to decode at.  [default: the last of the context]")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
               help="Seed of the tokens and, without a checkpoint, of the weights.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
+@click.option("-o", "--output", type=OutputFile(), metavar="FILE.json",
               help="Write the trace, for ui.perfetto.dev or chrome://tracing.")
-@click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg",
+@click.option("--picture", type=OutputFile(), metavar="FILE.svg",
               help="Draw the middle layer's tasks on every SM.")
 @store_option
 @json_option
@@ -207,10 +209,10 @@ def _write(
     if output is not None:
         plain = {name: value for name, value in document.items() if not isinstance(value, dict | list)}
         write_file(output, chrome_trace(f"{document['model']}, {origin}", measured_slices(traced.trace), plain))
-        note(f"wrote {output}; ui.perfetto.dev opens it")
+        announce_written(output, "; ui.perfetto.dev opens it")
     if picture is not None:
         write_file(picture, standalone(layer(measured(program, traced.trace), origin)))
-        note(f"wrote {picture}")
+        announce_written(picture)
 
 
 def _show(document: dict[str, Any]) -> None:
