@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +13,8 @@ from flywheel.cli.events import JsonLines, show_event
 from flywheel.cli.exits import ABORTED, REJECTED
 from flywheel.cli.mlflow import CHILDREN, Beside, announce_mirror, tracking_option
 from flywheel.cli.options import (
-    DEFAULT_STORE,
     DEFAULTS,
+    OutputFile,
     SharedOption,
     batch_option,
     check_writable,
@@ -32,12 +29,12 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
-from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, ties, us
+from flywheel.cli.searched import document, show_found
+from flywheel.cli.text import note, show_json
 from flywheel.cli.warming import announce_compiling
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
 from flywheel.measure.environment import list_gpus
-from flywheel.measure.standing import row_name
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.process import keep_objects
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
@@ -52,18 +49,6 @@ if TYPE_CHECKING:
     from flywheel.search.run import Start
 
 SAMPLERS = ("descent", "local", "tpe", "gp", "cmaes", "random", "grid")
-_STOPPED = {
-    "trials": "all trials are done",
-    "time": "the time is up",
-    "until": "the floor fraction is reached",
-    "patience": "no gain for too long",
-    "exhausted": "nothing is left to try",
-    "interrupted": "interrupted",
-}
-
-
-_UNCERTAIN = "no final was run; the best may be best by chance"
-
 
 def _default(name: str, text: str) -> str:
     return f"{text}  [default: {DEFAULTS[name]}]"
@@ -119,9 +104,9 @@ def _default(name: str, text: str) -> str:
     "--output",
     "--schedule",
     "schedule_file",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     metavar="FILE",
-    help="Also write the best schedule, as flywheel export does.",
+    help="Also write the best schedule, as flywheel export does; - is stdout.",
 )
 @click.option("--mlflow", "children", type=click.Choice(CHILDREN),
               help="Mirror the campaign in MLflow from a separate process. Trials that get a run of their own: all, "
@@ -194,11 +179,11 @@ def _present(start: Start, result: CampaignResult, store: str, schedule_file: Pa
     """Show how the search ended, on stdout, and write its best schedule where a file is asked for."""
     match form:
         case "jsonl":
-            show_event("end", _document(start, result))
+            show_event("end", document(start, result))
         case "json":
-            show_json(_document(start, result))
+            show_json(document(start, result))
         case _:
-            _show(start, result, store, schedule_file)
+            show_found(start, result, store, schedule_file)
     if schedule_file is not None and result.best is not None:
         write_file(schedule_file, _schedule(store, result.best))
 
@@ -275,116 +260,3 @@ def _schedule(store: str, best: TrialRecord) -> str:
 
     with open_store(store, create=False) as opened:
         return schedule_text(best, find_campaign(opened, best.campaign))
-
-
-def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
-    spec, best = start.spec, result.best
-    return {
-        "campaign": result.name,
-        "model": spec.model,
-        "gpu": spec.gpu,
-        "dtype": spec.dtype,
-        "context": spec.context,
-        "batch": spec.batch,
-        "weights": spec.weights,
-        "sampler": spec.sampler,
-        "seed": spec.seed,
-        "measure": spec.measure,
-        "predicted": spec.measure == "predict",
-        "predictor": start.predictor if spec.measure == "predict" else None,
-        "trials": result.trials,
-        "new_trials": result.new_trials,
-        "outcomes": result.outcomes,
-        "saved": _saved(spec, result),
-        "foreseen": asdict(result.foreseen) if result.foreseen.count else None,
-        "best": None if best is None else {
-            "trial": best.trial,
-            "config": json.loads(best.config),
-            "config_id": best.config_id,
-            "program_id": best.program_id,
-            "predicted_us": best.predicted_us,
-            "latency_us": best.latency_us,
-            "floor_us": best.floor_us,
-            "floor_fraction": best.floor_fraction,
-        },
-        "tied": [record.trial for record in result.tied],
-        "stopped": result.stopped,
-        "elapsed_s": result.elapsed_s,
-    }  # fmt: skip
-
-
-def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path | None) -> None:
-    from flywheel.store.places import make_store_url, store_name
-
-    spec, best = start.spec, result.best
-    if best is None:
-        show(f"{spec.work}: nothing feasible in {result.trials:,} trials")
-    else:
-        show(
-            f"{spec.work}: {best.kind} {us(best.objective_us)} a token; "
-            f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
-        )
-    rows = _rows(store, result) if best is not None and best.source == "final" else []
-    rate = ""
-    if result.new_trials:
-        rate = f" in {duration(result.elapsed_s)}, {result.new_trials / result.elapsed_s:.1f}/s"
-    words = ["flywheel", "export", "--format", "schedule", "--campaign", result.name]
-    where = store_name(make_store_url(store))  # without its password
-    words += ["--store", where] if store != DEFAULT_STORE else []
-    show(
-        *pairs(
-            [
-                ("campaign", result.name),
-                ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),
-                ("outcomes", counts(result.outcomes)),
-                ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
-                ("steered", _steered(result)),
-                *(_found(spec, best, rows) if best is not None else ()),
-                ("tied", ties((row_name(record, rows), record.latency_us) for record in result.tied)),
-                ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
-                ("store", where),
-                *((("schedule", str(schedule_file)),) if schedule_file is not None and best is not None else ()),
-                *((("next", f"{shlex.join(words)} --output best.json"),) if best is not None else ()),
-            ]
-        )
-    )
-
-
-def _saved(spec: CampaignSpec, result: CampaignResult) -> int:
-    """How many trials of a measuring campaign were only predicted, and not measured for that."""
-    return result.outcomes.get("predicted", 0) if spec.measure == "cuda" else 0
-
-
-def _steered(result: CampaignResult) -> str | None:
-    """How many predictions that are no trials guided the search, in words; None for none."""
-    said = result.foreseen
-    if not said.count:
-        return None
-    return f"by {said.count:,} predictions in {duration(said.seconds)}, the best {us(said.least_us)}"
-
-
-def _rows(store: str, result: CampaignResult) -> list[TrialRecord]:
-    from flywheel.store.sql import open_store
-
-    with open_store(store, create=False) as opened:
-        return opened.trials(result.name)
-
-
-def _found(spec: CampaignSpec, best: TrialRecord, rows: Sequence[TrialRecord]) -> list[tuple[str, str | None]]:
-    where = f"{row_name(best, rows)}, config {best.config_id}, program {best.program_id}"
-    return [("best", where), ("changed", _changed(spec, best))]
-
-
-def _changed(spec: CampaignSpec, best: TrialRecord) -> str | None:
-    """How the knobs of the best config differ from those of the schedule that a search tries first."""
-    from flywheel.ir import config_from_dict
-    from flywheel.search.space import make_space
-    from flywheel.search.workload import make_workload
-
-    workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
-    space = make_space(workload, spec.fix)
-    first, choice = space.known_good()[0], space.to_choice(config_from_dict(json.loads(best.config)))
-    if choice is None:
-        return None
-    differing = [f"{name} {first[name]} -> {value}" for name, value in choice.items() if value != first[name]]
-    return f"from the starting schedule: {', '.join(differing) or 'nothing'}"

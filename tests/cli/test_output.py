@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from click.testing import Result
 
 import flywheel
 from flywheel.cli.main import cli
-from flywheel.cli.text import MAX_CELL, MAX_COMPLAINT, MAX_LINE, line_of, table
+from flywheel.cli.text import MAX_CELL, MAX_COMPLAINT, MAX_LINE, Command, line_of, pairs, table
 
 Run = Callable[..., Result]
 FLYWHEEL: Final = (sys.executable, "-m", "flywheel")
@@ -216,3 +217,24 @@ def test_a_table_fits_its_terminal_as_far_as_words_can_be_cut() -> None:
     assert max(map(len, narrow)) <= 30
     assert narrow[1].startswith("a-long-name") and "…" in narrow[1] and "1,234.5" in narrow[1]
     assert table(headers, rows, room=5)[1].startswith("a-long-…  1,234.5")
+
+
+def test_a_name_that_users_type_is_never_cut_and_columns_that_may_go_are_left_out() -> None:
+    headers, rows = ("<!GPU", "?heads", "us", "?<how"), [("a-long-name-of-a-gpu", "32", "1.5", "by hand, and long ago")]
+
+    assert table(headers, rows, room=34) == ["GPU                   heads   us", "a-long-name-of-a-gpu     32  1.5"]
+    assert table(headers, rows, room=10) == ["GPU                    us", "a-long-name-of-a-gpu  1.5"]
+    assert "by hand, and long ago" in table(headers, rows)[1]
+
+
+def test_long_values_are_broken_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["flywheel", "export", "--campaign", "a-long-name-of-a-campaign", "--output", "my best.json"]
+    items = [("changed", "depth 8 -> 1, copies 4 -> 2, threads 448 -> 512"), ("next", Command(words))]
+    piped = pairs(items)
+    assert len(piped) == 2 and piped[1].endswith("--output 'my best.json'")
+    monkeypatch.setattr("flywheel.cli.text.on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "48")
+    lines = pairs(items)
+    assert max(map(len, lines)) <= 48
+    command = "\n".join(lines[next(place for place, line in enumerate(lines) if "next" in line) :])
+    assert shlex.split(command.removeprefix("  next").replace("\\\n", " ")) == words
