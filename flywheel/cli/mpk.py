@@ -3,6 +3,7 @@ kernel."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,18 @@ from typing import Any, Final
 import click
 
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.options import check_writable, command, json_option, setting, write_file
+from flywheel.cli.options import (
+    STDOUT,
+    OutputFile,
+    announce_written,
+    check_writable,
+    command,
+    json_option,
+    setting,
+    write_file,
+)
 from flywheel.cli.task_graphs import prediction, searched, show_results, verdict
-from flywheel.cli.text import escaped, note, show, show_json
+from flywheel.cli.text import escaped, show, show_json
 from flywheel.errors import InvalidProgramError, IrFormatError, UsageError
 from flywheel.interop.mpk.facts import describe
 from flywheel.interop.mpk.graph import MpkGraph
@@ -89,22 +99,23 @@ class _Given:
 )
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     metavar="FILE.json",
     help="predict: write the timeline, for ui.perfetto.dev or chrome://tracing.",
 )
 @click.option(
     "--picture",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     metavar="FILE.svg",
     help="predict: draw the middle layer's tasks on every worker.",
 )
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     metavar="PATH",
-    help="repair, search: directory for the new files, which keep their names; convert: file of the program.",
+    help="repair, search: directory for the new files, which keep their names, made if need be; convert: file of the "
+    "program.",
 )
 @click.option("--model", metavar="NAME|DIR", help="convert: the graph's model, by name or directory.")
 @click.option("--gpu", metavar="NAME", help="convert: the GPU that the program is for.  [default: h200]")
@@ -186,10 +197,18 @@ def _check_output(action: str, files: Sequence[str], output: Path | None) -> Non
             raise UsageError(f"mpk {action}: give --output, where to write")
     elif action == "convert":
         check_writable(output)
-    elif not output.is_dir():
-        raise UsageError(f"mpk {action}: --output: {output} is no directory")
+    elif output == STDOUT:
+        raise UsageError(f"mpk {action}: --output - is stdout, and the new files go into a directory; name one")
+    elif not _can_be_made(output):
+        raise UsageError(f"mpk {action}: --output: {output} is no directory, and cannot be made one")
     elif "-" in files or len({Path(path).name for path in files}) < len(files):
         raise UsageError(f"mpk {action}: new files take the given names, so these must differ and not be stdin")
+
+
+def _can_be_made(folder: Path) -> bool:
+    """Whether files can be written into a directory, which is made if need be."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def _all_there(given: _Given, graphs: Sequence[MpkGraph]) -> None:
@@ -255,6 +274,10 @@ def _converted(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
 def _write(given: _Given, graphs: Sequence[MpkGraph], made: Sequence[MpkGraph]) -> None:
     assert given.output is not None
     by_rank = {graph.rank: graph for graph in made}
+    try:
+        given.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"mpk {given.action}: --output: {given.output}: {error.strerror or error}") from None
     for path, graph in zip(given.files, graphs, strict=True):
         changed = by_rank[graph.rank]
         write_file(given.output / Path(path).name, write_graph(changed.document, changed.layout).decode("utf-8"))
@@ -298,7 +321,7 @@ def _draw(given: _Given, graph: MpkGraph, timing: Timing) -> None:
         facts = {"latency_us": timing.latency_us, "floor_us": timing.floor_us}
         title = f"MPK's task graph, rank {graph.rank}, on an {H200.name}, by the cost model"
         write_file(given.trace, chrome_trace(title, mpk_slices(graph, timing), facts))
-        note(f"wrote {given.trace}; ui.perfetto.dev opens it")
+        announce_written(given.trace, "; ui.perfetto.dev opens it")
     if given.picture is not None:
         write_file(given.picture, standalone(layer(mpk_timeline(graph, timing, H200.name), place="worker")))
-        note(f"wrote {given.picture}")
+        announce_written(given.picture)

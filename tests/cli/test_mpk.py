@@ -49,6 +49,25 @@ def test_a_file_that_is_none_is_unreadable_in_one_line(run: Run, tmp_path: Path)
     assert len(lines) == 3
 
 
+@pytest.mark.parametrize("action", [("repair",), ("search", "--trials", "1", "--workers", "96")])
+def test_the_directory_of_new_files_is_made(
+    action: tuple[str, ...], run: Run, unpacked: Callable[[str], str], tmp_path: Path
+) -> None:
+    result = run("mpk", action[0], unpacked("micro_2layer"), *action[1:], "-o", tmp_path / "made" / "here")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads((tmp_path / "made" / "here" / "micro_2layer.json").read_text(encoding="utf-8"))
+
+
+def test_a_file_or_stdout_is_no_directory_of_new_files(
+    run: Run, unpacked: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = unpacked("micro_2layer")
+    for output, fact in ((path, "no directory, and cannot be made one"), ("-", "is stdout")):
+        result = run("mpk", "repair", path, "-o", output)
+        assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+        assert fact in result.stderr
+
+
 def test_a_name_of_the_same_memory_can_be_given(run: Run, unpacked: Callable[[str], str]) -> None:
     path = unpacked("micro_2layer")
     assert run("mpk", "check", path, "--alias", "mlp_mid=rmsnorm_out").exit_code == 3
