@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -73,9 +73,11 @@ def history(records: Sequence[TrialRecord]) -> str | None:
         if places:
             parts += _points(places, kind)
     parts += [_final(across(trial), up(us)) for trial, us in what.finals if us <= what.limit_us]
+    firsts = incumbents(records)
     for kind in ("measured", "predicted"):
-        parts += _best([r for r in incumbents(records) if r.outcome == kind], kind, across, up, what.limit_us)
-    return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(what)])
+        parts += _best([r for r in firsts if r.outcome == kind], kind, across, up, what.limit_us)
+    marked = Counter(r.outcome for r in firsts if r.objective_us is not None and r.objective_us <= what.limit_us)
+    return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(what, marked)])
 
 
 def outcomes(trials: Sequence[TrialRecord]) -> str:
@@ -172,8 +174,7 @@ def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limi
         fraction = "" if record.floor_fraction is None else f", {record.floor_fraction:.1%} of the floor"
         what = "final" if record.source == "final" else "trial"
         said = tip(f"{what} {record.trial}: {kind} {record.objective_us:,.1f} us{fraction}; config {record.config_id}")
-        marks.append(element("g", element("circle", said, cx=x, cy=y, r=4.5, fill="currentColor", class_="rim"),
-                             class_=kind))  # fmt: skip
+        marks.append(element("g", _new_best(x, y, said), class_=kind))
     if not stairs:
         return []
     stairs.append((across.end, stairs[-1][1]))
@@ -181,10 +182,16 @@ def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limi
     return [line, *marks]
 
 
-def _legend(what: Shown) -> list[str]:
-    """The legend of the marks in the picture. It takes a second line where the first is full."""
+def _new_best(x: float, y: float, *said: str) -> str:
+    return element("circle", *said, cx=x, cy=y, r=4.5, fill="currentColor", class_="rim")
+
+
+def _legend(what: Shown, marked: Mapping[str, int]) -> list[str]:
+    """The legend of the marks in the picture, with the number of new bests that are `marked` by kind. It takes a second
+    line where the first is full."""
     told = [("measured", f"measured: {len(what.measured):,} trials")] if what.measured else []
     told += [("predicted", f"predicted: {len(what.predicted):,} trials")] if what.predicted else []
+    told += [(f"best {kind}", f"new best {kind}: {count:,}") for kind, count in marked.items()]
     told += [("final", f"measured again in finals: {len(what.finals):,}")] if what.finals else []
     told += [("failed", f"no latency: {len(what.failed):,} trials")] if what.failed else []
     if what.above:
@@ -213,6 +220,8 @@ def _sign(kind: str, x: float, y: float) -> str:
             return element("path", d=f"M{x:.2f} {y - 4:.2f}v8", stroke="currentColor", stroke_width=1.5, class_=kind)
         case "above":
             return element("path", d=_triangle(x, y + 4), fill="currentColor", class_="failed")
+        case "best measured" | "best predicted":
+            return element("g", _new_best(x, y), class_=kind.removeprefix("best "))
         case "predicted":
             ring = element("circle", cx=x, cy=y, r=4, stroke="currentColor", stroke_width=2, class_="paper")
             return element("g", ring, class_=kind)

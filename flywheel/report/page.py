@@ -25,7 +25,7 @@ _CSS: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:980px;margin:2rem auto;"
     "padding:0 1rem}h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin-top:2.2rem}"
     "svg{max-width:100%;height:auto}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px}"
-    "td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top}td{max-width:46rem;overflow-wrap:anywhere}"
+    "td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top}td{max-width:46rem}"
     "td.n,th.n{text-align:right;white-space:nowrap}p.note{color:var(--faint)}summary{cursor:pointer}"
     "pre{background:var(--box);padding:.8rem;overflow-x:auto;font-size:12px}"
     ".tiles{display:flex;flex-wrap:wrap;gap:2.4rem;margin:1rem 0}.tiles b{display:block;font-size:1.35rem}"
@@ -193,25 +193,32 @@ def _changes(knobs: Knobs, facts: Facts) -> list[str]:
         return []
     most = {axis.name for axis in weighty(knobs, facts.trials)[0]}
     rest = [each for each in found if each.knob not in most]
+    alone = any(each.alone_us is not None for each in found)
+    said = "No trial differs from the best in one knob alone."
+    if alone:
+        said = "Only that: the trial that differs from the best in this knob alone; empty where none does."
     return [
         _section("What a change costs"),
-        _note("Difference to the best trial's latency. Only that: the trial that differs from the best in this knob "
-              "alone. At best: the fastest trial with that value, whatever else it changed."),
-        _changed([each for each in found if each.knob in most]),
-        element("details", element("summary", "the other knobs"), _changed(rest)) if rest else "",
+        _note(f"Difference to the best trial's latency. {said} At best: the fastest trial with that value, whatever "
+              "else it changed."),
+        _changed([each for each in found if each.knob in most], alone),
+        element("details", element("summary", "the other knobs"), _changed(rest, alone)) if rest else "",
     ]  # fmt: skip
 
 
-def _changed(found: Sequence[Change]) -> str:
+def _changed(found: Sequence[Change], alone: bool) -> str:
+    """The table of changes, with a column for changes of one knob alone if any trial made one."""
+    headers = ("knob", "best", "instead", *(["only that, us"] if alone else []), "at best, us", "trials")
     rows = [
-        (each.knob, str(each.best), str(each.value), _cost(each.alone_us), _cost(each.least_us), f"{each.trials:,}")
+        (each.knob, str(each.best), str(each.value), *([_cost(each.alone_us)] if alone else []), _cost(each.least_us),
+         f"{each.trials:,}")
         for each in found
-    ]
-    return _table(("knob", "best", "instead", "only that, us", "at best, us", "trials"), rows, numbers=(3, 4, 5))
+    ]  # fmt: skip
+    return _table(headers, rows, numbers=range(3, len(headers)))
 
 
 def _cost(us: float | None) -> str:
-    return "not tried" if us is None else f"{us:+,.1f}"
+    return "" if us is None else f"{us:+,.1f}"
 
 
 def _layer(facts: Facts) -> list[str]:

@@ -16,7 +16,7 @@ from flywheel.ir.files import parse_json
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
-from flywheel.report.changes import by_weight, changes, told
+from flywheel.report.changes import Change, by_weight, changes, told
 from flywheel.report.facts import Facts, gather, trial_knobs
 from flywheel.report.history import MOST_TIMES, history
 from flywheel.report.knobs import MOST_AXES, weighty
@@ -243,7 +243,34 @@ def test_a_change_that_no_trial_made_alone_says_so(facts: Facts) -> None:
     found = {(each.knob, each.value): each for each in changes(left.knobs, left.trials, left.best)}
     assert found["chunk", 8192].alone_us is None
     assert found["chunk", 8192].least_us == pytest.approx(3 * 37.0)
-    assert "not tried" in page(left, None, "x")
+    text = page(left, None, "x")
+    assert "empty where none does" in text and "not tried" not in text
+
+
+def test_a_search_that_changed_no_knob_alone_has_no_column_of_it(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_alone(*given: Any) -> list[Change]:
+        return [replace(each, alone_us=None) for each in changes(*given)]
+
+    monkeypatch.setattr("flywheel.report.page.changes", none_alone)
+    text = page(facts, None, "x")
+    assert "No trial differs from the best in one knob alone." in text
+    assert "only that, us" not in text and "at best, us" in text
+
+
+def test_the_dots_of_new_bests_are_in_the_legend(facts: Facts) -> None:
+    drawn = history(facts.records)
+    assert drawn is not None
+    counts = [int(count) for count in re.findall(r"new best (?:measured|predicted): (\d+)", drawn)]
+    assert counts and sum(counts) + len(counts) == drawn.count('r="4.5"')  # with the legend's own
+
+
+def test_no_cell_of_a_table_breaks_within_a_word(facts: Facts) -> None:
+    text = page(facts, None, "x")
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert re.findall(r"([\w.,]+)\{[^}]*overflow-wrap", style) == ["h1"]
+    assert ".wide{overflow-x:auto}" in style
 
 
 def test_busy_blocked_and_starved_are_explained_beside_the_picture(facts: Facts) -> None:
