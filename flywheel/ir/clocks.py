@@ -1,52 +1,52 @@
 """Happens-before with serial queues: a step also comes after all steps before it in its queue.
 
-By vector clocks: for each step, how far each queue must be done before the step starts. The answer is exact for waits
-that are full joins.
+The answer is exact for waits that are full joins.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from flywheel.ir.steps import Step
 
 
-class QueueClocks:
-    """The relation over `steps`, each of which is in a queue.
+class QueueOrder:
+    """The relation over `steps`, asked in the order of the later step.
 
-    `order` lists all positions, topologically by waits and queues, as `firing.fire(serial=True)` returns them.
+    `order` lists all positions, topologically by waits and queues, as `firing.fire(serial=True)` returns them. For each
+    queue, and each counter that a step yet to come awaits, it holds the steps that are done, as bits.
     """
 
-    __slots__ = ("_clocks", "_place", "_queue")
+    __slots__ = ("_ahead", "_awaited", "_complete", "_heads", "_next", "_order", "_steps")
 
     def __init__(self, steps: Sequence[Step], order: Sequence[int]) -> None:
-        queues = {
-            queue: place for place, queue in enumerate(sorted({step.sm for step in steps if step.sm is not None}))
-        }
-        self._queue = [queues.get(-1 if step.sm is None else step.sm, -1) for step in steps]
-        self._place = [0] * len(steps)
-        self._clocks: list[Sequence[int]] = [()] * len(steps)
-        start = [0] * len(queues)
-        heads: list[Sequence[int]] = [start] * len(queues)
-        complete: dict[int, Sequence[int]] = {}
-        lengths = [0] * len(queues)
-        for index in order:
-            step, queue = steps[index], self._queue[index]
-            clock = heads[queue] if queue >= 0 else start
-            for wait in step.waits:
-                ahead = complete.get(wait.counter)
-                if ahead is not None:
-                    clock = list(map(max, clock, ahead))
-            self._clocks[index] = clock
-            done = list(clock)
-            if queue >= 0:
-                lengths[queue] += 1
-                self._place[index] = done[queue] = lengths[queue]
-                heads[queue] = done
-            known = complete.get(step.out_counter)
-            complete[step.out_counter] = done if known is None else list(map(max, known, done))
+        self._steps, self._order, self._next = steps, order, 0
+        self._awaited = Counter([wait.counter for step in steps for wait in step.waits])
+        self._heads: dict[tuple[int, int], int] = {}
+        self._complete: dict[int, int] = {}
+        self._ahead = 0
 
-    def before(self, first: int, second: int) -> bool:
-        """Whether the step at position `first` is done before the one at `second` starts."""
-        queue = self._queue[first]
-        return queue >= 0 and self._clocks[second][queue] >= self._place[first]
+    def before(self, second: int) -> int:
+        """The positions of the steps that are done before the one at `second` starts, as bits. `second` does not come
+        before that of the last call in the order."""
+        while not self._next or self._order[self._next - 1] != second:
+            self._advance(self._order[self._next])
+            self._next += 1
+        return self._ahead
+
+    def _advance(self, index: int) -> None:
+        step, awaited = self._steps[index], self._awaited
+        queue = None if step.sm is None else (step.rank, step.sm)
+        ahead = 0 if queue is None else self._heads.get(queue, 0)
+        for wait in step.waits:
+            ahead |= self._complete.get(wait.counter, 0)
+            awaited[wait.counter] -= 1
+            if not awaited[wait.counter]:
+                self._complete.pop(wait.counter, None)
+        done = ahead | 1 << index
+        if queue is not None:
+            self._heads[queue] = done
+        if awaited[step.out_counter]:
+            self._complete[step.out_counter] = self._complete.get(step.out_counter, 0) | done
+        self._ahead = ahead

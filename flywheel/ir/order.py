@@ -11,14 +11,23 @@ one hands over only the pushed data.
 A question is a `Goal`, a set of counters, asked of one wait class after another. Chains (each counter continues the
 chain of one predecessor) and earlier answers cut the walk short, and levels bound it. Otherwise the walk is exhaustive,
 so the answer is exact at any size.
+
+A racy program asks many questions that walk to the end. So after MAX_WALKS walks, all answers are computed at once: for
+each wait class, the counters that are complete before it, as bits. Programs with too many counters for that are walked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Final
 
 from flywheel.ir.records import Wait
 from flywheel.ir.steps import Step
+
+MAX_WALKS: Final = 128
+"""Walks after which all answers are computed at once."""
+MAX_BITS: Final = 1 << 30
+"""Most wait classes times counters of which all answers are computed at once; on average, half of the bits are kept."""
 
 
 class Goal:
@@ -36,7 +45,10 @@ class HappensBefore:
     """The relation over `tasks`. `order` lists all their positions topologically. Waits must be full joins. `opaque`
     are the opaque counters."""
 
-    __slots__ = ("_chain", "_class_counters", "_counter_classes", "_goals", "_level", "_rank", "wait_class")
+    __slots__ = (
+        "_bits", "_chain", "_class_counters", "_complete", "_counter_classes", "_goals", "_level", "_masks", "_rank",
+        "_walks", "wait_class",
+    )  # fmt: skip
 
     def __init__(self, tasks: Sequence[Step], order: Sequence[int], opaque: Set[int] = frozenset()) -> None:
         self._class_counters: list[tuple[int, ...]] = []
@@ -45,6 +57,10 @@ class HappensBefore:
         self._chain: dict[int, int] = {}
         self._rank: dict[int, int] = {}
         self._goals: dict[tuple[int, ...], Goal] = {}
+        self._walks = 0
+        self._bits: dict[int, int] = {}  # counter -> its bit
+        self._complete: list[int] = []  # wait class -> bits of the counters that are complete before it
+        self._masks: dict[tuple[int, ...], int] = {}  # counters -> their bits
         identities = [id(task.waits) for task in tasks]
         signals = dict.fromkeys(zip(identities, [task.out_counter for task in tasks], strict=True))
         if not isinstance(order, range):
@@ -104,13 +120,44 @@ class HappensBefore:
                 break
         else:
             return True
+        if self._complete:
+            mask = self._masks.get(signals)
+            if mask is None:
+                mask = self._masks[signals] = sum([self._bits[counter] for counter in set(signals)])
+            return self._complete[group] & mask == mask
         goal = self._goals.get(signals)
         if goal is None:
             goal = self._goals[signals] = self._goal(signals)
         answer = goal.known.get(group)
         if answer is None:
             answer = goal.known[group] = self._walk(goal, group)
+            self._walks += 1
+            if self._walks == MAX_WALKS and len(self._level) * len(self._class_counters) <= MAX_BITS:
+                self._close()
         return answer
+
+    def _close(self) -> None:
+        """Compute the answers to all questions. A counter's level is above the levels of all counters before it."""
+        ranked = sorted(self._level, key=self._level.__getitem__)
+        self._bits = {counter: 1 << place for place, counter in enumerate(ranked)}
+        complete: dict[int, int] = {}  # wait class -> bits
+        through: dict[int, int] = {}  # counter -> its bit, and the bits before all of its producers
+
+        def before(group: int) -> int:
+            found = complete.get(group)
+            if found is None:
+                found = 0
+                for counter in self._class_counters[group]:
+                    found |= through.get(counter, 0)
+                complete[group] = found
+            return found
+
+        for counter in ranked:
+            found = self._bits[counter]
+            for group in self._counter_classes[counter]:
+                found |= before(group)
+            through[counter] = found
+        self._complete = [before(group) for group in range(len(self._class_counters))]
 
     def before(self, tasks: Sequence[Step], first: int, second: int) -> bool:
         """Whether the task at position `first` happens before the one at `second`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flywheel.interop.mpk.graph import INVALID, MpkGraph, is_remote, place_of, rank_of
@@ -11,7 +11,7 @@ from flywheel.interop.mpk.joint import Joint
 from flywheel.interop.mpk.kinds import kind_name
 from flywheel.interop.mpk.regions import grid_at
 from flywheel.ir.validate.findings import Findings
-from flywheel.ir.validate.sweep import Clash
+from flywheel.ir.validate.sweep import MAX_CLASHES, Clash
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,15 @@ class Clashes:
     joint: Joint
     graphs: Sequence[MpkGraph]
     found: Sequence[Clash]
+
+    def waiting(self) -> dict[tuple[int, int], list[int]]:
+        """The tasks that wait for each event, by rank and position of the event."""
+        places: dict[tuple[int, int], list[int]] = {}
+        for graph in self.graphs:
+            for place, task in enumerate(graph.tasks):
+                if task.dependent != INVALID:
+                    places.setdefault((graph.rank, place_of(task.dependent)), []).append(place)
+        return places
 
 
 def name_of(graph: MpkGraph, place: int) -> str:
@@ -55,13 +64,16 @@ def report_clashes(clashes: Clashes, findings: Findings) -> None:
         key = (first.label, second.label, grid.name, mode)
         groups.setdefault(key, clash)
         counted[key] += 1
+    waiting = clashes.waiting() if groups else {}
     for key, clash in groups.items():
-        _report(clashes, clash, counted[key], findings)
+        _report(clashes, clash, counted[key], waiting, findings)
         if findings.full:
             return
 
 
-def _report(clashes: Clashes, clash: Clash, count: int, findings: Findings) -> None:
+def _report(
+    clashes: Clashes, clash: Clash, count: int, waiting: Mapping[tuple[int, int], Sequence[int]], findings: Findings
+) -> None:
     joint = clashes.joint
     second = joint.nodes[clash.second]
     both = clash.first_writes and clash.second_writes
@@ -71,30 +83,26 @@ def _report(clashes: Clashes, clash: Clash, count: int, findings: Findings) -> N
         f"{joint.name(clash.second)}: {does} {tensor_at(joint, clash.cell)}, in no order with {joint.name(clash.first)}"
     )
     text += f", which {did} it, too" if both else f", which {did} it"
-    text += f": {_signals(clashes, clash.first)}; {_waits(clashes, clash.second)}"
+    text += f": {_signals(clashes, clash.first, waiting)}; {_waits(clashes, clash.second)}"
     if count > 1:
-        text += f"; {count - 1} more pairs are like this one"
+        least = "at least " if len(clashes.found) >= MAX_CLASHES else ""
+        text += f"; {least}{count - 1} more pairs are like this one"
     findings.error("race-write" if both else "race-read", text, second.place)
 
 
-def _signals(clashes: Clashes, index: int) -> str:
+def _signals(clashes: Clashes, index: int, waiting: Mapping[tuple[int, int], Sequence[int]]) -> str:
     node = clashes.joint.nodes[index]
     graph = next(graph for graph in clashes.graphs if graph.rank == node.rank)
     trigger = graph.tasks[node.place].trigger
     if trigger == INVALID:
         return f"task {node.place} signals nothing"
     number, rank = place_of(trigger), rank_of(trigger)
-    target = next((graph for graph in clashes.graphs if graph.rank == rank), None)
     where = f"event {number}" + (f" of rank {rank}" if is_remote(trigger) else "")
-    waiting = [
-        place
-        for place, task in enumerate(target.tasks if target else ())
-        if task.dependent != INVALID and place_of(task.dependent) == number
-    ]
-    if not waiting:
+    places = waiting.get((rank, number), ())
+    if not places:
         return f"task {node.place} signals {where}, which no task waits for"
-    more = "alone waits" if len(waiting) == 1 else f"and {len(waiting) - 1} more wait"
-    return f"task {node.place} signals {where}, for which task {waiting[0]} {more}"
+    more = "alone waits" if len(places) == 1 else f"and {len(places) - 1} more wait"
+    return f"task {node.place} signals {where}, for which task {places[0]} {more}"
 
 
 def _waits(clashes: Clashes, index: int) -> str:

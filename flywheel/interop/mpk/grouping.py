@@ -31,7 +31,7 @@ def components(graph: MpkGraph, aliases: Mapping[str, str] = _NO_ALIASES) -> dic
             signalling.setdefault(place_of(task.trigger), []).append(place)
         if task.dependent != INVALID and not is_remote(task.dependent):
             waiting.setdefault(place_of(task.dependent), []).append(place)
-    touches = join([graph], None, 1, aliases).touches
+    touches = join([graph], None, aliases).touches
     found = {}
     for number, event in enumerate(graph.events):
         first, second = signalling.get(number, []), waiting.get(number, [])

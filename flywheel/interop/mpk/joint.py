@@ -1,7 +1,7 @@
 """The graphs of all ranks as one graph: tasks that wait for counters and signal them, and the cells that they touch.
 
-Every event of every rank is a counter. If there are several ranks, the joint graph holds two iterations, one behind the
-other: a fast rank may already be in the second while a slow rank is still in the first, and the proof covers both.
+Every event of every rank is a counter. If there are several ranks, the joint graph is continued by a second iteration:
+a fast rank may already be in the second while a slow rank is still in the first, and the proof covers both.
 """
 
 from __future__ import annotations
@@ -102,20 +102,21 @@ def counter_of(rank: int, place: int, turn: int = 0) -> int:
     return ((turn << 16) + rank) * _MAX_EVENTS + place
 
 
-def join(graphs: Sequence[MpkGraph], workers: int | None, turns: int, aliases: Mapping[str, str]) -> Joint:
-    """The joint program of `turns` iterations. Without `workers`, each rank's tasks stand in one queue.
+def join(graphs: Sequence[MpkGraph], workers: int | None, aliases: Mapping[str, str]) -> Joint:
+    """The joint program of one iteration. Without `workers`, each rank's tasks stand in one queue.
 
     The graphs must have passed the checks of events and launches.
     """
     grids, touches = _cut(graphs, _memories(aliases))
-    nodes: list[Node] = []
-    touched: list[Touches] = []
-    for turn in range(turns):
-        for graph in graphs:
-            nodes += nodes_of(graph, workers or 1, turn)
-        touched += [touch for graph in graphs for touch in touches[graph.rank]]
-    count = len(nodes) // turns
-    return Joint(nodes, touched, grids, _gaps(touched[:count], grids))
+    nodes = [node for graph in graphs for node in nodes_of(graph, workers or 1)]
+    touched = [touch for graph in graphs for touch in touches[graph.rank]]
+    return Joint(nodes, touched, grids, _gaps(touched, grids))
+
+
+def continued(joint: Joint, graphs: Sequence[MpkGraph], workers: int | None) -> Joint:
+    """The joint program of an iteration and the next one; `joint` is that of the iteration alone."""
+    later = [node for graph in graphs for node in nodes_of(graph, workers or 1, 1)]
+    return replace(joint, nodes=[*joint.nodes, *later], touches=[*joint.touches, *joint.touches])
 
 
 def _memories(aliases: Mapping[str, str]) -> dict[str, str]:

@@ -13,10 +13,10 @@ from typing import Final
 
 from flywheel.interop.mpk.explain import Clashes, report_clashes, tensor_at
 from flywheel.interop.mpk.graph import END, INVALID, MpkGraph, is_remote
-from flywheel.interop.mpk.joint import Joint, counter_of, join, mirrored, n_ranks
+from flywheel.interop.mpk.joint import Joint, continued, counter_of, join, mirrored, n_ranks
 from flywheel.interop.mpk.regions import grid_at
 from flywheel.interop.mpk.structure import check_graph, check_joins, check_queue_lengths
-from flywheel.ir.clocks import QueueClocks
+from flywheel.ir.clocks import QueueOrder
 from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.firing import fire, stuck_in_queues
 from flywheel.ir.order import HappensBefore
@@ -32,14 +32,13 @@ _NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Races:
-    """Nodes that touch a cell in no order, and (node, cell) of each read of a cell that only later tasks write. Both
-    are empty if the next iteration is `blocked`."""
+    """Nodes that touch a cell in no order, and (node, cell) of each read of a cell that only later tasks write. Races
+    with the next iteration are listed only if this one has none."""
 
     joint: Joint
     before: HappensBefore
     clashes: Sequence[Clash]
     late: Sequence[tuple[int, int]]
-    blocked: bool = False
 
 
 def check(
@@ -102,7 +101,7 @@ def _prove(
     if workers is not None:
         stats["workers"] = workers
         check_queue_lengths(graphs, workers, findings)
-    joint = join(graphs, workers, 1, aliases)
+    joint = join(graphs, workers, aliases)
     nodes = joint.nodes
     order = topological_positions(nodes)
     if len(order) < len(nodes):
@@ -112,11 +111,8 @@ def _prove(
     if len(serial) < len(nodes):
         _report_stuck(joint, workers, findings)
         return
-    races = races_of(graphs, workers, aliases, joint)
+    races = _races(joint, graphs, workers, serial)
     joint = races.joint
-    if races.blocked:
-        _report_stuck(joint, workers, findings)
-        return
     stats["levels"] = races.before.depth
     report_clashes(Clashes(joint, graphs, races.clashes), findings)
     if not findings.errors:
@@ -136,24 +132,30 @@ def _prove(
             findings.warn(code, f"{joint.name(index)}: reads {tensor_at(joint, cell)}, {text}{more}", place)
 
 
-def races_of(
-    graphs: Sequence[MpkGraph], workers: int | None, aliases: Mapping[str, str], joint: Joint | None = None
-) -> Races:
-    """The races of the graphs of all ranks, none of which blocks; `joint` is one iteration of them."""
-    joint = joint or join(graphs, workers, 1, aliases)
-    if len(graphs) > 1 or not _ends_last(joint, graphs[0]):
-        joint = join(graphs, workers, 2, aliases)
+def races_of(graphs: Sequence[MpkGraph], workers: int | None, aliases: Mapping[str, str]) -> Races:
+    """The races of the graphs of all ranks, none of which blocks."""
+    joint = join(graphs, workers, aliases)
+    return _races(joint, graphs, workers, fire(joint.nodes, serial=True))
+
+
+def _races(joint: Joint, graphs: Sequence[MpkGraph], workers: int | None, order: Sequence[int]) -> Races:
+    """The races of one iteration, whose nodes fire in `order`; if it has none, those with the next one."""
+    if len(graphs) == 1:
+        races = _swept(joint, workers, order, len(order))
+        if races.clashes or _ends_last(joint, graphs[0]):
+            return races
+    count = len(order)
+    order = [*order, *(count + index for index in order)]
+    return _swept(continued(joint, graphs, workers), workers, order, count)
+
+
+def _swept(joint: Joint, workers: int | None, order: Sequence[int], first: int) -> Races:
+    """The races of the nodes that fire in `order`; if the `first` nodes have some, only theirs."""
     nodes = joint.nodes
-    serial = fire(nodes, serial=True)
-    before = HappensBefore(nodes, serial)
-    if len(serial) < len(nodes):
-        return Races(joint, before, (), (), blocked=True)
-    swept = sweep(nodes, serial, before, joint.touches)
-    clashes = swept.clashes
-    if workers is not None and clashes:
-        clocks = QueueClocks(nodes, serial)
-        clashes = [clash for clash in clashes if not clocks.before(clash.first, clash.second)]
-    return Races(joint, before, clashes, [(index, cell) for index, cell in swept.late if nodes[index].turn == 0])
+    before = HappensBefore(nodes, order)
+    queues = None if workers is None else QueueOrder(nodes, order)
+    swept = sweep(nodes, order, before, joint.touches, queues, first)
+    return Races(joint, before, swept.clashes, [(index, cell) for index, cell in swept.late if nodes[index].turn == 0])
 
 
 def _report_mixed(races: Races, findings: Findings) -> None:

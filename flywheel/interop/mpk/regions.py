@@ -111,8 +111,11 @@ class Grid:
 
 def rects_of(tensor: Tensor, pitch: int | None) -> list[Rect]:
     """A piece as rectangles in a tensor with rows of `pitch` bytes; None: the tensor is one row."""
+    return _rects(runs_of(tensor), pitch)
+
+
+def _rects(runs: Sequence[_Run], pitch: int | None) -> list[Rect]:
     found: list[Rect] = []
-    runs = runs_of(tensor)
     for start, width, step, count in runs:
         if pitch is not None and step == pitch and count > 1 and start % pitch + width <= pitch:
             row = start // pitch
@@ -152,17 +155,17 @@ def grid_of(
     Returns the grid and the number of cells that all accesses touch, at most `most` if the tensor is cut.
     """
     whole = Grid(*whose, base, None, (), ()), sum(times for _, times in uses)
-    pitches = {step for tensor, _ in uses for _, _, step, count in runs_of(tensor) if count > 1}
+    pieces = [(runs_of(tensor), times) for tensor, times in uses]
+    pitches = {step for runs, _ in pieces for _, _, step, count in runs if count > 1}
     pitch = min(pitches, default=None)
     most_rects = 0
-    for tensor, _ in uses:
-        runs = runs_of(tensor)
+    for runs, _ in pieces:
         most_rects += 3 * sum(1 if step == pitch else min(count, MAX_RUNS) for *_, step, count in runs)
         if most_rects > MAX_RECTS:
             return whole
     rows: set[int] = set()
     columns: set[int] = set()
-    shapes = [(rects_of(tensor, pitch), times) for tensor, times in uses]
+    shapes = [(_rects(runs, pitch), times) for runs, times in pieces]
     for rects, _ in shapes:
         for top, bottom, left, right in rects:
             rows.update((top, bottom))

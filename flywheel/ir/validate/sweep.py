@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from flywheel.ir.clocks import QueueOrder
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.steps import Step
 
@@ -47,8 +48,8 @@ class Swept:
     late: list[tuple[int, int]]
 
 
-MAX_CLASHES: Final = 100_000
-"""Clashes that a sweep lists, at most."""
+MAX_CLASHES: Final = 50_000
+"""Clashes after which a sweep ends."""
 
 NO_TOUCHES: Final = Touches()
 
@@ -56,21 +57,30 @@ _By = dict[int, list[int]]
 """Counter -> positions of the steps that signal it. They have the same order with any other step."""
 
 
-def sweep(steps: Sequence[Step], order: Sequence[int], before: HappensBefore, touches: Sequence[Touches]) -> Swept:
+def sweep(
+    steps: Sequence[Step],
+    order: Sequence[int],
+    before: HappensBefore,
+    touches: Sequence[Touches],
+    queues: QueueOrder | None = None,
+    part: int = 0,
+) -> Swept:
     """The clashes between neighbours in `order`, which is topological: they touch a cell without an order, and one of
-    them writes.
+    them writes. Steps that `queues` orders do not clash; it is of the same `order`.
 
-    It lists all, or about MAX_CLASHES of them if there are more.
+    It lists all, or about MAX_CLASHES of them if there are more; if the first `part` steps have some, only theirs.
     """
-    state = _State(steps, before, touches)
-    for index in order:
+    state = _State(steps, before, touches, queues)
+    for place, index in enumerate(order):
+        if len(state.swept.clashes) >= (1 if place == part else MAX_CLASHES):
+            break
         touch = touches[index]
-        for part in touch.reads:
-            state.read(index, part)
-        for part in touch.writes:
-            state.write(index, part, adds=False)
-        for part in touch.adds:
-            state.write(index, part, adds=True)
+        for cells in touch.reads:
+            state.read(index, cells)
+        for cells in touch.writes:
+            state.write(index, cells, adds=False)
+        for cells in touch.adds:
+            state.write(index, cells, adds=True)
         state.note(index, touch)
     return state.swept
 
@@ -78,11 +88,13 @@ def sweep(steps: Sequence[Step], order: Sequence[int], before: HappensBefore, to
 class _State:
     """The steps that touched each cell since its last plain write."""
 
-    __slots__ = ("_adding", "_base", "_before", "_live", "_readers", "_steps", "_writers", "swept")
+    __slots__ = ("_adding", "_base", "_before", "_live", "_queues", "_readers", "_steps", "_writers", "swept")
 
-    def __init__(self, steps: Sequence[Step], before: HappensBefore, touches: Sequence[Touches]) -> None:
+    def __init__(
+        self, steps: Sequence[Step], before: HappensBefore, touches: Sequence[Touches], queues: QueueOrder | None
+    ) -> None:
         written = {cell for touch in touches for part in (*touch.writes, *touch.adds) for cell in part}
-        self._steps, self._before = steps, before
+        self._steps, self._before, self._queues = steps, before, queues
         self._writers: dict[int, _By] = {cell: {} for cell in written}
         self._readers: dict[int, _By] = {cell: {} for cell in written}
         self._base: dict[int, _By] = {}  # writers before the additions
@@ -122,14 +134,13 @@ class _State:
         return self._before.reached(tuple(sorted(signals)), self._before.wait_class[index])
 
     def _blame(self, index: int, pairs: Sequence[tuple[int, _By]], writes: tuple[bool, bool]) -> None:
-        if len(self.swept.clashes) >= MAX_CLASHES:
-            return
-        blamed = set()
+        blamed = {index}
         group = self._before.wait_class[index]
+        queued = 0 if self._queues is None else self._queues.before(index)
         for cell, by in pairs:
             for counter, others in by.items():
                 if not self._before.reached((counter,), group):
-                    fresh = [other for other in others if other != index and other not in blamed]
+                    fresh = [other for other in others if other not in blamed and not queued >> other & 1]
                     blamed.update(fresh)
                     self.swept.clashes.extend(Clash(other, index, cell, *writes) for other in fresh)
 
