@@ -22,18 +22,17 @@ SMALLER = (
 
 
 class Client:
-    """OpenAI's client, as far as the example goes, with one piece of an answer."""
+    """OpenAI's client, as far as the example goes, with one answer."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
-        self.chat = SimpleNamespace(completions=self)
+        self.completions = self
 
-    def create(self, model: str, messages: list[dict[str, str]], stream: bool) -> list[Any]:
-        assert stream and messages
-        return [SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content="a piece"))])]
+    def create(self, model: str, prompt: str) -> Any:
+        return SimpleNamespace(choices=[SimpleNamespace(text="a text")])
 
 
 @pytest.mark.parametrize(
-    ("page", "shows"), [("README.md", (r"ScheduleConfig\(.*\) \d+\.\d+\n", "a piece$")),
+    ("page", "shows"), [("README.md", (r"ScheduleConfig\(.*\) \d+\.\d+\n", "a text$")),
                         ("docs/reference.md", (r"^\d+\.\d+ 0\.\d+ ScheduleConfig", r"nan \d+\.\d+$"))],
 )  # fmt: skip
 def test_the_python_of_a_page_runs_on_a_predicted_search(
