@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from flywheel.cli.text import ABSENT, pairs, percent, show, show_table, size, us
-from flywheel.decode.lineup import label_of
+from flywheel.decode.lineup import dequantises, label_of
 
 if TYPE_CHECKING:
     from flywheel.measure.comparison import Comparison, Entry
@@ -39,8 +39,20 @@ def draw(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
     from flywheel.report.bars import bars
     from flywheel.report.svg import standalone
 
-    title = f"{document['model']} on {document['environment']['gpu']}, {document['dtype']}"
-    return standalone(bars(title, comparisons))
+    whole = None if _quantised(document) is None else document["dtype"]
+    return standalone(bars(_work(document), comparisons, whole))
+
+
+def _quantised(document: Mapping[str, Any]) -> str | None:
+    """The format of quantised weights; None where the weights have the dtype."""
+    weights: str | None = document.get("weights")
+    return None if weights == document["dtype"] else weights
+
+
+def _work(document: Mapping[str, Any]) -> str:
+    own = _quantised(document)
+    types = document["dtype"] if own is None else f"{own} weights, {document['dtype']}"
+    return f"{document['model']} on {document['environment']['gpu']}, {types}"
 
 
 def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> None:
@@ -49,8 +61,7 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
     The document is that of the comparisons, which are ordered by context.
     """
     environment, ceiling = document["environment"], document["ceiling"]
-    work = f"{document['model']} on {environment['gpu']}, {document['dtype']}"
-    show(f"{work}: us a step, in {document['rounds']} rounds of {document['samples']} samples")
+    show(f"{_work(document)}: us a step, in {document['rounds']} rounds of {document['samples']} samples")
     versions = [("driver", environment["driver"]), ("NVRTC", environment["nvrtc"]), ("torch", environment["torch"]),
                 ("triton", environment["triton"]), ("CUDA", environment["cuda_torch"])]  # fmt: skip
     share = percent(ceiling["read_gbs"] / ceiling["datasheet_gbs"])
@@ -60,7 +71,7 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
         ("read ceiling", f"{ceiling['read_gbs']:,.0f} GB/s with {ceiling['read_kernel']}, measured in this run; "
                          f"{share} of the datasheet's {ceiling['datasheet_gbs']:,.0f}"),
         ("weights", f"random, of seed {document['seed']}" if document["random_weights"] else "the checkpoint's"),
-        *dict.fromkeys((label_of(entry.name), entry.how) for each in comparisons for entry in each.entries),
+        *dict.fromkeys((label_of(entry.name), _how(entry, document)) for each in comparisons for entry in each.entries),
     ]))  # fmt: skip
     described = list(zip(comparisons, document["comparisons"], strict=True))
     for _, group in groupby(described, key=lambda each: each[0].context):
@@ -68,6 +79,11 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
         _show_context([comparison for comparison, _ in together], [each["schedule"] for _, each in together])
     for each in document["refused"]:
         show("", f"context {each['context']:,}, batch {each['batch']} is not compared: {each['reason']}")
+
+
+def _how(entry: Entry, document: Mapping[str, Any]) -> str:
+    whole = _quantised(document) is not None and dequantises(entry.name)
+    return f"{entry.how}, {document['dtype']} over the dequantised weights" if whole else entry.how
 
 
 def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[str, Any]]) -> None:

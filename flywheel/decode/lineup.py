@@ -143,6 +143,12 @@ def _untiled(role: str, own: WeightFormat, shape: tuple[int, ...], dtype: DType)
     return None
 
 
+def dequantises(contestant: str) -> bool:
+    """Whether a contestant computes with whole matrices, so that it multiplies quantised weights dequantised."""
+    rival = RIVALS.get(contestant) or RANK_RIVALS.get(contestant)
+    return rival is not None and rival.form == "whole"
+
+
 def label_of(contestant: str) -> str:
     """A contestant's display name: a rival's label, else the name itself."""
     rival = RIVALS.get(contestant) or RANK_RIVALS.get(contestant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from flywheel.decode.lineup import label_of
+from flywheel.decode.lineup import dequantises, label_of
 from flywheel.measure.comparison import Comparison, Entry, standing
 from flywheel.measure.outcome import outcome_name
 from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
@@ -17,8 +17,9 @@ _WIDTH, _LEFT, _RIGHT = 960.0, 210.0, 720.0
 _TOP, _ROW, _BAR, _HEADING, _AXIS = 48.0, 30.0, 18.0, 26.0, 44.0
 
 
-def bars(title: str, comparisons: Sequence[Comparison]) -> str:
+def bars(title: str, comparisons: Sequence[Comparison], whole: str | None = None) -> str:
     """One group of bars for each comparison, on one axis that starts at 0. A line at each bar's end spans p10 to p90.
+    `whole` is the type in which some contestants multiply the dequantised weights; None where no weights are quantised.
 
     A solid line marks the weights' time at the measured rate, a dashed line their time at the datasheet's rate.
     """
@@ -31,7 +32,7 @@ def bars(title: str, comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         height = _ROW * len(comparison.entries)
         groups.append(label(_LEFT, y + 16, f"context {comparison.context:,}, batch {comparison.batch}", "faint"))
-        groups += _group(comparison, across, y + _HEADING)
+        groups += _group(comparison, across, y + _HEADING, whole)
         y += _HEADING + height + 8
     for value in across.ticks(8):
         x = across(value)
@@ -39,15 +40,18 @@ def bars(title: str, comparisons: Sequence[Comparison]) -> str:
             element("path", d=polyline([(x, _TOP), (x, y)]), class_="grid"),
             label(x, y + 18, short(value), "middle faint"),
         ]
-    parts += [*groups, label((_LEFT + _RIGHT) / 2, y + 36, "us a step, median", "middle faint")]
+    marked = whole is not None and any(dequantises(entry.name) for each in comparisons for entry in each.entries)
+    said = f"us a step, median; ({whole}): with the dequantised weights" if marked else "us a step, median"
+    parts += [*groups, label((_LEFT + _RIGHT) / 2, y + 36, said, "middle faint")]
     return picture(_WIDTH, y + _AXIS, title, parts)
 
 
-def _group(comparison: Comparison, across: Axis, top: float) -> list[str]:
+def _group(comparison: Comparison, across: Axis, top: float, whole: str | None) -> list[str]:
     bottom = top + _ROW * len(comparison.entries)
     parts = []
     for row, entry in enumerate(comparison.entries):
-        parts += _bar(comparison, entry, across, top + _ROW * row, OURS_COLOUR if row == 0 else RIVAL_COLOUR)
+        name = label_of(entry.name) + (f" ({whole})" if whole is not None and dequantises(entry.name) else "")
+        parts += _bar(comparison, entry, name, across, top + _ROW * row, OURS_COLOUR if row == 0 else RIVAL_COLOUR)
     for value, dashes in ((comparison.ceiling_us, None), (comparison.floor_us, "5 4")):
         line = polyline([(across(value), top - 4), (across(value), bottom)])
         said = tip(f"weights alone: {value:,.1f} us")
@@ -56,14 +60,14 @@ def _group(comparison: Comparison, across: Axis, top: float) -> list[str]:
     return parts
 
 
-def _bar(comparison: Comparison, entry: Entry, across: Axis, top: float, colour: str) -> list[str]:
+def _bar(comparison: Comparison, entry: Entry, name: str, across: Axis, top: float, colour: str) -> list[str]:
     middle = top + _ROW / 2
-    named = label(_LEFT - 8, middle + 4, label_of(entry.name), "end")
+    named = label(_LEFT - 8, middle + 4, name, "end")
     found = standing(comparison, entry)
     if found is None:
         return [named, label(_LEFT + 6, middle + 4, f"{outcome_name(entry.outcome)}: not timed", "faint")]
     latency = found.latency
-    said = tip(f"{label_of(entry.name)}, {entry.how}: {latency.median_us:,.1f} us, p10 {latency.p10_us:,.1f}, "
+    said = tip(f"{name}, {entry.how}: {latency.median_us:,.1f} us, p10 {latency.p10_us:,.1f}, "
                f"p90 {latency.p90_us:,.1f}")  # fmt: skip
     end = across(latency.median_us)
     spread = polyline([(across(latency.p10_us), middle), (across(latency.p90_us), middle)])

@@ -43,6 +43,14 @@ def test_every_context_has_its_group() -> None:
     assert drawing.count('height="18"') == 2
 
 
+def test_a_rival_that_multiplies_dequantised_weights_says_so() -> None:
+    held = [comparison(512, *(entry(name, 500.0) for name in ("flywheel", "cublas", "tinygemm")))]
+    drawing = bars("m, int4 weights, bf16", held, "bf16")
+    assert "PyTorch, CUDA graph (bf16)" in drawing and "(bf16): with the dequantised weights" in drawing
+    assert "tinygemm int4, CUDA graph<" in drawing and "flywheel<" in drawing
+    assert "dequantised" not in bars("m, bf16", held)
+
+
 def test_who_has_no_time_has_a_line_and_no_bar() -> None:
     wrong = Entry("<compile>", "compiled", Incorrect(WRONG, "wrong"))
     drawing = bars("m", [comparison(512, entry("flywheel", 500.0), wrong)])
