@@ -341,6 +341,8 @@ def test_another_engine_runs_a_bundle_by_its_document(checkpoint: Path, tmp_path
     run = experiment("run_bundle").run
     found = [run(EmulatedGpu(), tmp_path / "bundle", checkpoint, list(prompt), MADE) for prompt in ASKED]
     assert found == ordinary(checkpoint)
+    script = TESTS.parent / "experiments" / "run_bundle.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 60
 
 
 def test_a_bundle_names_the_tasks_of_its_program(bundle: Path, checkpoint: Path) -> None:
