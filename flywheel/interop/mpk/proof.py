@@ -14,6 +14,7 @@ from typing import Final
 from flywheel.interop.mpk.explain import Clashes, report_clashes, tensor_at
 from flywheel.interop.mpk.graph import END, INVALID, MpkGraph, is_remote
 from flywheel.interop.mpk.joint import Joint, continued, counter_of, join, mirrored, n_ranks
+from flywheel.interop.mpk.kinds import TILE_ALLREDUCE
 from flywheel.interop.mpk.regions import grid_at
 from flywheel.interop.mpk.structure import check_graph, check_joins, check_queue_lengths
 from flywheel.ir.clocks import QueueOrder
@@ -60,6 +61,9 @@ def check(
     for graph in graphs:
         if not findings.errors:
             check_graph(graph, findings)
+    if len(graphs) == 1 and any(task.kind == TILE_ALLREDUCE for task in graphs[0].tasks):
+        text = "no file of another rank, though its tile all-reduces need some; the file does not say how many"
+        findings.warn("missing-rank", f"rank {graphs[0].rank}: {text}")
     if not graphs:
         findings.error("unreadable", "no graph")
     if not findings.errors:

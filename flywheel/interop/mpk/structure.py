@@ -47,12 +47,12 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "mixed-iterations": "an event that the next iteration may signal in place of this one",
         "race-read": "a read that is in no order with a write of the same bytes",
         "race-write": "two writes of the same bytes that are in no order",
-        "missing-rank": "a rank whose file is not here: it is taken to be as another one",
+        "missing-rank": "a rank whose file is not here: it is taken to be as another one, if their number is known",
         "unknown-type": "an unknown task type; it is assumed to write every tensor that it lists",
         "late-read": "a read of data that only later tasks write, so it sees the previous iteration's data",
         "unwritten-read": "a read of bytes that no task writes, beside others that are written",
         "blocking-launch": "a task launched late that waits, or that one launched at the start waits for",
-        "unfinished-collective": "an all-reduce that signals before its non-blocking transfer is known to be done",
+        "unfinished-collective": "an all-reduce that does not wait for its non-blocking transfer",
     }
 )
 """Every finding's code and what it means."""
@@ -84,12 +84,19 @@ def check_graph(graph: MpkGraph, findings: Findings) -> None:
         _check_event(graph, place, task.trigger, "signals", findings)
         if findings.full:
             return
-    collective = next((place for place, task in enumerate(graph.tasks) if task.kind == TILE_ALLREDUCE), None)
-    if collective is not None:
-        text = "and all others of its type: signals before its non-blocking transfer is known to be done"
-        findings.warn("unfinished-collective", f"{name_of(graph, collective)}, {text}", collective)
-    if not findings.errors:
+    unjudged = bool(findings.errors)
+    _check_collectives(graph, findings)
+    if not unjudged:
         _check_launches(graph, findings)
+
+
+def _check_collectives(graph: MpkGraph, findings: Findings) -> None:
+    """A tile all-reduce does not wait for its transfer, so no graph with one can be proved."""
+    places = [place for place, task in enumerate(graph.tasks) if task.kind == TILE_ALLREDUCE]
+    if places:
+        more = f"; {len(places) - 1} more tasks are like this one" if len(places) > 1 else ""
+        text = "signals without waiting for its non-blocking transfer, so what waits for it may read too early"
+        findings.error("unfinished-collective", f"{name_of(graph, places[0])}: {text}{more}", places[0])
 
 
 def _check_events(graph: MpkGraph, findings: Findings) -> None:

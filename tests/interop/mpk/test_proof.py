@@ -17,7 +17,7 @@ from flywheel.interop.mpk.proof import check
 from flywheel.interop.mpk.structure import CODES
 from flywheel.ir.validate.findings import ValidationResult
 
-SAFE = ["micro_2layer", "tiny", "tinyamp", "tinybw", "tinysplit", "tiny2gtile_r0", "l1b", "q06", "q8b"]
+SAFE = ["micro_2layer", "tiny", "tinyamp", "tinybw", "tinysplit", "l1b", "q06", "q8b"]
 PAIRS = ["micro_2gpu", "tiny2g", "h4096x2_g2", "h5120x2_g2"]
 
 Graphs = Callable[..., MpkGraph]
@@ -39,7 +39,23 @@ def test_a_graph_of_one_gpu_is_safe_under_any_placement_and_under_mpks(
 ) -> None:
     result = checked(workers, name)
     assert result.ok, result.report()
-    assert {warning.code for warning in result.warnings} <= {"unfinished-collective"}
+    assert result.warnings == ()
+
+
+def test_a_tile_all_reduce_is_not_accepted_and_the_other_ranks_are_missing(checked: Checked) -> None:
+    for workers in (None, 128):
+        result = checked(workers, "tiny2gtile_r0")
+        assert [error.code for error in result.errors] == ["unfinished-collective"]
+        assert all(word in result.errors[0].message for word in ("NVSHMEM_TILE_ALLREDUCE", "31 more", "non-blocking"))
+        assert [warning.code for warning in result.warnings] == ["missing-rank"]
+        assert "no file of another rank" in result.warnings[0].message
+
+
+def test_all_ranks_of_a_tile_all_reduce_are_refused_too_and_none_is_missing(graph: Graphs) -> None:
+    first = graph("tiny2gtile_r0")
+    result = check([first, mirrored(first, 1, 2)])
+    assert {error.code for error in result.errors} == {"unfinished-collective"}
+    assert result.warnings == ()
 
 
 def test_the_gather_of_mla_races_with_the_attention_that_reads_what_it_gathers(checked: Checked) -> None:
