@@ -15,6 +15,7 @@ from flywheel.cli.files import as_stored
 from flywheel.cli.options import (
     DEFAULTS,
     STDOUT,
+    NameOf,
     announce_written,
     batch_option,
     check_writable,
@@ -43,7 +44,7 @@ _OF_CAMPAIGN = ("schedule", "program", "bundle", "optuna")
 
 
 @command
-@click.option("--format", "form", type=click.Choice(FORMATS), required=True,
+@click.option("--format", "form", type=NameOf(FORMATS), required=True,
               help="schedule: the best trial's config, numbers and provenance. program: the program of that trial. "
                    "bundle: a directory with the compiled program, which decodes a checkpoint without torch. "
                    "tsv, csv: all trials. t4: trials of one model and GPU in Kernel Tuner's format. "

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +56,19 @@ def setting(text: str) -> tuple[str, str]:
     if not name or not value:
         raise click.BadParameter(f"{text!r} is not NAME=VALUE")
     return name, value
+
+
+class NameOf(click.Choice[str]):
+    """One of some names; the message for another one has the closest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            close = get_close_matches(str(value), list(self.choices), n=1, cutoff=0.5)
+            if not close:
+                raise
+            self.fail(f"{error.message.removesuffix('.')}; did you mean {close[0]}?", param, ctx)
 
 
 class OutputFile(click.ParamType[Path]):

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from flywheel.cli.drain import SIGNALS
-from flywheel.cli.text import counts, duration, escaped, note, percent, us
+from flywheel.cli.text import amount, counts, duration, escaped, note, percent, us
 from flywheel.process import handling
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class PlainLines:
         """Write what is searched, and the size of the space."""
         self._spec = start.spec
         self._spoke = monotonic()
-        known = f", resuming after {start.known} trials" if start.known else ""
+        known = f", resuming after {amount(start.known, 'trial')}" if start.known else ""
         note(
             f"{start.spec.work}: {start.dimensions} knobs, {start.configurations:.1e} configurations, "
             f"sampler {start.spec.sampler}{known}"
@@ -233,4 +233,4 @@ class LivePanel:
             return "not in this run"
         trial, when = self._improved
         since = self._progress.record.trial - trial
-        return f"at trial {trial}, {since} trials and {duration(monotonic() - when)} ago"
+        return f"at trial {trial}, {amount(since, 'trial')} and {duration(monotonic() - when)} ago"

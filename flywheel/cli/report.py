@@ -10,7 +10,7 @@ import click
 
 from flywheel.cli.options import STDOUT, OutputFile, check_writable, command, json_option, store_option, write_file
 from flywheel.cli.provenance import find_campaign, schedule_text, search_command
-from flywheel.cli.text import note, show, show_json
+from flywheel.cli.text import amount, note, show, show_json
 from flywheel.measure.standing import trials_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def report(campaign: str | None, output: Path | None, store: str, as_json: bool)
     if as_json:
         show_json({"campaign": found.name, "path": str(target), "trials": trials, "bytes": len(text.encode())})
     else:
-        show(f"{target}: {trials:,} trials, {len(text.encode()) / 1e3:,.0f} kB")
+        show(f"{target}: {amount(trials, 'trial')}, {len(text.encode()) / 1e3:,.0f} kB")
         note("open it in any browser; it loads nothing else")
 
 

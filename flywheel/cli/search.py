@@ -14,6 +14,7 @@ from flywheel.cli.exits import ABORTED, REJECTED
 from flywheel.cli.mlflow import CHILDREN, Beside, announce_mirror, tracking_option
 from flywheel.cli.options import (
     DEFAULTS,
+    NameOf,
     OutputFile,
     SharedOption,
     batch_option,
@@ -30,7 +31,7 @@ from flywheel.cli.options import (
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
 from flywheel.cli.searched import document, show_found
-from flywheel.cli.text import note, show_json
+from flywheel.cli.text import amount, note, show_json
 from flywheel.cli.warming import announce_compiling
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
@@ -65,7 +66,7 @@ def _default(name: str, text: str) -> str:
     help=_default("measure", "cuda measures on this machine's GPU; predict uses the cost model; auto takes cuda if "
                              "that is the GPU to schedule for, else predict."),
 )
-@click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "Method that proposes schedules."))
+@click.option("--sampler", type=NameOf(SAMPLERS), help=_default("sampler", "Method that proposes schedules."))
 @click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
 @click.option("--trials", type=int, help=_default("trials", "Stop after this many trials, earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
@@ -192,10 +193,11 @@ def _exit_code(result: CampaignResult, fresh: bool) -> int:
     """The exit code. Writes advice to stderr where there is some."""
     if result.stopped == "interrupted":
         command_line = "the same command without --fresh" if fresh else "the same command"
-        note(f"flywheel: stopped cleanly after {result.trials} trials; {command_line} resumes {result.name}")
+        note(f"flywheel: stopped cleanly after {amount(result.trials, 'trial')}; {command_line} resumes {result.name}")
         return ABORTED
     if result.stopped == "trials" and not result.new_trials:
-        note(f"flywheel: the store has all {result.trials} trials; a larger --trials continues, --fresh starts over")
+        known = amount(result.trials, "trial")
+        note(f"flywheel: the store has all {known}; a larger --trials continues, --fresh starts over")
     return 0 if result.best is not None else REJECTED
 
 

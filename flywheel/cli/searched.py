@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.options import DEFAULT_STORE, STDOUT
-from flywheel.cli.text import Command, counts, duration, pairs, percent, show, ties, us
+from flywheel.cli.text import Command, amount, counts, duration, pairs, percent, show, ties, us
 from flywheel.measure.standing import row_name
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
 
     spec, best = start.spec, result.best
     if best is None:
-        show(f"{spec.work}: nothing feasible in {result.trials:,} trials")
+        show(f"{spec.work}: nothing feasible in {amount(result.trials, 'trial')}")
     else:
         show(
             f"{spec.work}: {best.kind} {us(best.objective_us)} a token; "

@@ -270,6 +270,11 @@ def counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in ordered) or "none"
 
 
+def amount(number: int, noun: str) -> str:
+    """`1 trial`, `1,200 trials`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def us(value: float | None) -> str:
     """A time in us as text."""
     return ABSENT if value is None else f"{value:,.1f} us"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 MAX_SHOWN = 60
 MAX_LINE = 1000
 
@@ -23,6 +26,13 @@ def show(value: object) -> str:
         if all(type(item) in (int, str, float, bool, type(None)) for item in items):
             return _cut("[" + ", ".join(map(show, items)) + "]")
     return f"a {kind.__name__}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`: did you mean X? It`, to stand between an unknown name and `is not one of`; empty where no known name is
+    close."""
+    close = get_close_matches(name, list(known), n=2, cutoff=0.5)
+    return f": did you mean {' or '.join(close)}? It" if close else ""
 
 
 def one_line(text: str) -> str:

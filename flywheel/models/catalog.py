@@ -79,7 +79,13 @@ def fetch_model(given: str, weights: bool, announce: Callable[[str], None]) -> s
     name = model_name(given)
     if not is_repo(name):
         return name
-    obtain(name, weights, announce)
+    try:
+        obtain(name, weights, announce)
+    except UnknownNameError as error:
+        close = _close_folders(given)
+        if not close:
+            raise
+        raise UnknownNameError(f"{error}; did you mean {' or '.join(close)}?") from None
     return model_name(name)
 
 
@@ -109,10 +115,20 @@ def resolve_model(given: str) -> DecoderSpec:
         if is_bundle(str(path)):
             raise BundleError(f"{given}: is a bundle, not a checkpoint; Decoder.load and flywheel serve run it")
         return load_spec(path)
-    close = get_close_matches(given.lower().rpartition("/")[2], CATALOG, n=3, cutoff=0.5)
+    close = _close_folders(given) or get_close_matches(given.lower().rpartition("/")[2], CATALOG, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(CATALOG))}"
     what = "no model, no path and no repository in the Hub's cache" if is_repo(given) else "no model and no path"
     raise UnknownNameError(f"{what} is called {given!r}; {hint}")
+
+
+def _close_folders(given: str) -> list[str]:
+    """Directories of models beside the path `given`, whose names are close to its own."""
+    parent, slash, name = given.rstrip("/").rpartition("/")
+    try:
+        there = [path.parent.name for path in Path(parent or slash or ".").glob("*/config.json")]
+    except (OSError, ValueError):
+        return []
+    return [f"{parent}{slash}{close}" for close in get_close_matches(name, there, n=2, cutoff=0.6)]
 
 
 def _exists(path: str) -> bool:

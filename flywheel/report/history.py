@@ -189,11 +189,11 @@ def _new_best(x: float, y: float, *said: str) -> str:
 def _legend(what: Shown, marked: Mapping[str, int]) -> list[str]:
     """The legend of the marks in the picture, with the number of new bests that are `marked` by kind. It takes a second
     line where the first is full."""
-    told = [("measured", f"measured: {len(what.measured):,} trials")] if what.measured else []
-    told += [("predicted", f"predicted: {len(what.predicted):,} trials")] if what.predicted else []
+    told = [("measured", f"measured: {_trials(what.measured)}")] if what.measured else []
+    told += [("predicted", f"predicted: {_trials(what.predicted)}")] if what.predicted else []
     told += [(f"best {kind}", f"new best {kind}: {count:,}") for kind, count in marked.items()]
     told += [("final", f"measured again in finals: {len(what.finals):,}")] if what.finals else []
-    told += [("failed", f"no latency: {len(what.failed):,} trials")] if what.failed else []
+    told += [("failed", f"no latency: {_trials(what.failed)}")] if what.failed else []
     if what.above:
         worst = max(us for _, us in what.above)
         told.append(("above", f"above {what.limit_us:,.0f} us: {len(what.above):,}, up to {worst:,.0f} us"))
@@ -206,6 +206,10 @@ def _legend(what: Shown, marked: Mapping[str, int]) -> list[str]:
         parts += [_sign(kind, x + 5, _LEGEND[line]), label(x + 17, _LEGEND[line] + 4, text)]
         x += width
     return parts
+
+
+def _trials(them: Sequence[object]) -> str:
+    return "1 trial" if len(them) == 1 else f"{len(them):,} trials"
 
 
 def _sign(kind: str, x: float, y: float) -> str:

@@ -10,6 +10,7 @@ from typing import Final
 
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig
+from flywheel.ir.show import did_you_mean
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.lower import lower
 from flywheel.lowering.ranks import BITS
@@ -235,7 +236,7 @@ def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space
     names = [knob.name for knob in knobs]
     for name in fixed:
         if name not in names:
-            raise UsageError(f"knob {name!r} is not one of {', '.join(names)}")
+            raise UsageError(f"knob {name!r}{did_you_mean(name, names)} is not one of {', '.join(names)}")
     dimensions = []
     for knob in knobs:
         values = tuple(knob.values(workload))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from flywheel.errors import ConfigError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget
+from flywheel.ir.show import did_you_mean
 from flywheel.measure.device import GENERIC
 from flywheel.models.catalog import model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES, MAX_BATCH, decode_step
@@ -155,8 +155,7 @@ def find_target(name: str) -> GpuTarget:
     if name in TARGETS:
         return TARGETS[name]
     if name != GENERIC and not name.startswith(f"{GENERIC}-"):
-        close = get_close_matches(name, TARGETS, n=2, cutoff=0.5)
-        hint = f": did you mean {' or '.join(close)}? It" if close else ""
+        hint = did_you_mean(name, TARGETS)
         raise UnknownNameError(f"GPU {name!r}{hint} is not one of {', '.join(TARGETS)}, {GENERIC}")
     from flywheel.vm.gpu.devices import describe_gpu
 

@@ -47,6 +47,13 @@ def shown(uri: str) -> str:
     return f"{scheme or ''}{secret.partition(':')[0] if ':' in secret else ''}:***@{rest}"
 
 
+def _quoted(uri: str) -> str:
+    """A malformed URI as `shown` has it. Where it may hold a password, what follows is left out, since the password may
+    have slipped there."""
+    said = shown(uri)
+    return repr(said if "@" not in said else f"{said.partition('@')[0]}@...")
+
+
 def check_tracking(uri: str, store_url: str) -> None:
     """Raises UsageError for a malformed URI, for a database whose driver is not installed, and for the store itself;
     MirrorError for a database that does not answer within CONNECT_S."""
@@ -96,7 +103,7 @@ def _check_server(uri: str) -> None:
     except ValueError:
         fine = False
     if not fine:
-        raise UsageError("MLflow: the tracking URI is not a URL of a server")
+        raise UsageError(f"MLflow: the tracking URI {_quoted(uri)} is not a URL of a server")
 
 
 def _check_database(uri: str, store: URL) -> None:
@@ -104,7 +111,7 @@ def _check_database(uri: str, store: URL) -> None:
         url = make_url(uri)
         driver = url.get_dialect()
     except (ArgumentError, ValueError):
-        raise UsageError("MLflow: the tracking URI is not a database URL") from None
+        raise UsageError(f"MLflow: the tracking URI {_quoted(uri)} is not a database URL") from None
     except NoSuchModuleError:
         return  # no database: MLflow has schemes of its own
     if _is_same(url, store):

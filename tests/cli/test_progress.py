@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from flywheel.cli.progress import TREND_WIDTH, LivePanel, PlainLines, make_reporter, seconds_left, trend
+from flywheel.cli.text import amount
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.record import TrialRecord
 from flywheel.search.campaign import Progress
@@ -43,6 +44,10 @@ def test_the_panel_shows_best_floor_outcomes_rate_and_time_left(start: Start, pr
         assert words in text
     assert "at trial 7, 0 trials and" in text
     assert "again to abort" in text
+
+
+def test_one_trial_is_no_plural() -> None:
+    assert (amount(1, "trial"), amount(0, "trial"), amount(1200, "trial")) == ("1 trial", "0 trials", "1,200 trials")
 
 
 def test_the_panel_shows_the_trend_of_the_best_so_far(start: Start, progress: Progress) -> None:

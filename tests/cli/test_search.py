@@ -312,3 +312,18 @@ def test_a_search_says_whose_schedules_it_begins_with_and_cold_ones_have_none(ru
     cold = run(*SEARCH, "--trials", "1", "--name", "cold", "--cold", "--jsonl")
     assert "Begins with" not in cold.stderr
     assert json.loads(cold.stdout.splitlines()[0])["starts"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (("--fix", "depht=3"), "knob 'depht': did you mean depth? It is not one of"),
+        (("--sampler", "tp"), "did you mean tpe?"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(
+    options: tuple[str, str], hint: str, run: Run
+) -> None:
+    result = run("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", *options)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert hint in result.stderr

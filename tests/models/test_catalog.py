@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from flywheel.errors import BundleError, UnknownNameError, UnsupportedModelError
-from flywheel.models.catalog import CATALOG, model_name, modules_of, resolve_model
+from flywheel.models.catalog import CATALOG, fetch_model, model_name, modules_of, resolve_model
 
 PUBLISHED_PARAMETERS = {
     "llama3-8b": 8_030_261_248,
@@ -35,6 +36,22 @@ MINIMAL = {
 
 def test_parameter_counts_are_the_published_ones() -> None:
     assert {name: spec.n_params for name, spec in CATALOG.items()} == PUBLISHED_PARAMETERS
+
+
+def test_a_path_that_is_not_there_is_answered_with_the_closest_model_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for folder in (Path("tiny"), Path("models", "small-one")):
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+    whole = str(tmp_path / "tiny")
+    for asked, closest in (("./tinny", "./tiny"), ("tinyy/", "tiny"), (f"{whole}y", whole)):
+        with pytest.raises(UnknownNameError, match=rf"did you mean {re.escape(closest)}\?$"):
+            resolve_model(asked)
+    with pytest.raises(UnknownNameError, match=r"did you mean models/small-one\?$"):
+        fetch_model("models/smal-one", False, lambda line: None)
 
 
 def test_a_name_needs_torch_and_a_checkpoint_what_reads_its_files(tmp_path: Path) -> None:

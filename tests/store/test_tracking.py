@@ -76,9 +76,9 @@ def test_a_server_that_is_no_mlflow_is_one_line(body: bytes, status: int, store_
 @pytest.mark.parametrize(
     ("uri", "fact"),
     [
-        ("http://[::1", "is not a URL of a server"),
+        ("http://[::1", "the tracking URI 'http://[::1' is not a URL of a server"),
         ("http://", "is not a URL of a server"),
-        (f"http://u:{SECRET}@h:{SECRET}", "is not a URL of a server"),
+        (f"http://u:{SECRET}@h:{SECRET}", "'http://u:***@...' is not a URL of a server"),
         (f"mysql+pymssql9://u:{SECRET}@h/x", None),
         (f"mysql://u:{SECRET}@h/x", "its driver MySQLdb is not installed"),
         (f"mssql+pymssql://u:{SECRET}@h/x", "is not installed"),

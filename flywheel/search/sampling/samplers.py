@@ -14,6 +14,7 @@ from optuna.samplers import BaseSampler
 
 from flywheel.errors import UnknownNameError, UsageError
 from flywheel.installing import install_line
+from flywheel.ir.show import did_you_mean
 from flywheel.search.sampling.descending import DescentSampler
 from flywheel.search.sampling.foreseen import Expect, Foresee, ForeseenSampler
 from flywheel.search.sampling.local import LocalSampler
@@ -85,7 +86,7 @@ def make_sampler(name: str, seed: int, known: int, measured: Measured | None = N
     Raises UnknownNameError for another name, and UsageError where the sampler's own libraries are not installed.
     """
     if name not in SAMPLERS:
-        raise UnknownNameError(f"sampler {name!r} is not one of {', '.join(SAMPLERS)}")
+        raise UnknownNameError(f"sampler {name!r}{did_you_mean(name, SAMPLERS)} is not one of {', '.join(SAMPLERS)}")
     missing = [module for module in _NEEDS.get(name, ()) if find_spec(module) is None]
     if missing:
         raise UsageError(f"sampler {name} needs {' and '.join(missing)}: {install_line('samplers')}")

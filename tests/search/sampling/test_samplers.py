@@ -12,6 +12,8 @@ def test_unknown_samplers_are_refused_with_the_known_ones() -> None:
     known = "descent, local, tpe, gp, cmaes, random, grid"
     with pytest.raises(UnknownNameError, match=rf"^sampler 'nsga' is not one of {known}$"):
         make_sampler("nsga", 0, 0)
+    with pytest.raises(UnknownNameError, match=r"^sampler 'cmae': did you mean cmaes\? It is not one of"):
+        make_sampler("cmae", 0, 0)
 
 
 @pytest.mark.parametrize(("name", "module"), [("gp", "torch"), ("gp", "scipy"), ("cmaes", "cmaes")])
