@@ -35,6 +35,7 @@ from flywheel.interop.mpk.reading import read_graph, write_graph
 from flywheel.interop.mpk.timing import H200, Timing
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir.files import MAX_FILE_BYTES
+from flywheel.ir.show import did_you_mean
 
 ACTIONS: Final = ("check", "inspect", "predict", "repair", "search", "convert")
 UNREADABLE: Final = "unreadable"
@@ -142,6 +143,7 @@ def mpk(
     """
     given = _settled(action, files, workers, dict(aliases), options)
     graphs, result = _read(files)
+    _check_aliases(given, graphs)
     more: dict[str, Any] = {}
     if result.ok and action == "repair":
         graphs, relays, result = _repaired(given, graphs)
@@ -149,12 +151,14 @@ def mpk(
     elif result.ok:
         count = workers or (H200.workers if action in ("predict", "search") else None)
         result = prove(graphs, count, given.aliases)
-    timing = None
+    drawn = None
     if graphs and action == "inspect":
         more["graphs"] = [describe(graph) for graph in graphs]
     elif action == "predict" and result.ok:
-        timing = predict_step(graphs[0], H200, given.context, workers)
-        more |= prediction(graphs[0], timing, bounds_of(graphs[0], H200, given.context))
+        timed = [(graph, predict_step(graph, H200, given.context, workers)) for graph in graphs]
+        drawn = max(timed, key=lambda pair: pair[1].latency_us)
+        more |= prediction(*drawn, bounds_of(drawn[0], H200, given.context))
+        more["ranks"] = [{"rank": graph.rank, "latency_us": timing.latency_us} for graph, timing in timed]
     elif action == "search" and result.ok:
         more |= _searched(given, graphs)
     elif action == "convert" and result.ok:
@@ -167,8 +171,8 @@ def mpk(
         show_results(document)
     if not result.ok:
         ctx.exit(REJECTED)
-    if timing is not None:
-        _draw(given, graphs[0], timing)
+    if drawn is not None:
+        _draw(given, *drawn)
 
 
 def _settled(
@@ -188,6 +192,17 @@ def _settled(
     defaults = {"context": 512, "trials": 64, "seed": 0, "gpu": H200.name, "dtype": "bf16"}
     filled: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in options.items()}
     return _Given(action, files, workers, aliases, **filled)
+
+
+def _check_aliases(given: _Given, graphs: Sequence[MpkGraph]) -> None:
+    """Raises UsageError for a name that no tensor of the files has."""
+    if not given.aliases or not graphs:
+        return
+    known = {tensor.name for graph in graphs for task in graph.tasks for tensor in (*task.inputs, *task.outputs)}
+    for name in (each for pair in given.aliases.items() for each in pair):
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UsageError(f"mpk {given.action}: --alias: {name!r}{hint} is no tensor of the files")
 
 
 def _check_output(action: str, files: Sequence[str], output: Path | None) -> None:

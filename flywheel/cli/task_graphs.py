@@ -36,6 +36,7 @@ def prediction(graph: MpkGraph, timing: Timing, bounds: Bounds) -> dict[str, Any
     """A predicted step and where its workers wait, JSON-ready."""
     return {
         "prediction": {
+            "rank": graph.rank,
             "latency_us": timing.latency_us,
             "unqueued_us": bounds.unqueued_us,
             "path_us": bounds.path_us,
@@ -102,11 +103,15 @@ def show_results(document: Mapping[str, Any]) -> None:
 
 
 def _show_prediction(document: Mapping[str, Any]) -> None:
-    predicted = document["prediction"]
+    predicted, ranks = document["prediction"], document["ranks"]
+    where = f"on one {predicted['gpu']}"
+    if len(ranks) > 1:
+        listed = ", ".join(f"{row['rank']}: {us(row['latency_us'])}" for row in ranks)
+        where = f"by rank {predicted['rank']}, the slowest, on an {predicted['gpu']} ({listed})"
     show(
         *pairs(
             [
-                ("predicted", f"{us(predicted['latency_us'])} on one {predicted['gpu']}"),
+                ("predicted", f"{us(predicted['latency_us'])} {where}"),
                 ("unqueued", f"{us(predicted['unqueued_us'])} with a worker for every task: what an order can gain"),
                 ("critical path", f"{us(predicted['path_us'])} if every task had the GPU to itself"),
                 ("load", f"{us(predicted['load_us'])} with the load spread evenly over all workers"),

@@ -45,6 +45,8 @@ def parse_json(text: str | bytes) -> Any:
     values = sum(text.count(mark) if isinstance(text, str) else text.count(mark.encode()) for mark in ",[{")
     if values > MAX_VALUES:
         raise IrFormatError(f"JSON: {values:,} values, more than {MAX_VALUES:,}")
+    if isinstance(text, str) and text.startswith("\ufeff"):
+        raise IrFormatError("JSON: the text begins with a byte-order mark; want UTF-8 without one")
     try:
         has_long = _LONG.search(text) if isinstance(text, str) else _LONG_BYTES.search(text)
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer if has_long else None)

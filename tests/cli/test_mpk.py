@@ -99,6 +99,45 @@ def test_predict_prints_the_waits_and_writes_a_trace_and_a_picture(
     assert {row["type"] for row in document["hand_offs"]} == {row["type"] for row in document["types"]}
 
 
+def test_predict_takes_all_ranks_and_shows_the_slowest(
+    run: Run, unpacked: Callable[[str], str], tmp_path: Path
+) -> None:
+    given = [unpacked("micro_2gpu_r0"), unpacked("micro_2gpu_r1")]
+    assert run("mpk", "repair", *given, "-o", str(tmp_path / "mended")).exit_code == 0
+    files = [str(tmp_path / "mended" / Path(path).name) for path in given]
+    document = json.loads(run("mpk", "predict", *files, "--json").stdout)
+    assert [row["rank"] for row in document["ranks"]] == [0, 1]
+    slowest = max(document["ranks"], key=lambda row: row["latency_us"])
+    assert document["prediction"]["latency_us"] == slowest["latency_us"]
+    assert document["prediction"]["rank"] == slowest["rank"]
+    assert "the slowest" in run("mpk", "predict", *files).stdout
+
+
+def test_a_number_of_workers_beyond_the_runtimes_is_refused_with_the_bound(
+    run: Run, unpacked: Callable[[str], str]
+) -> None:
+    result = run("mpk", "check", unpacked("micro_2layer"), "--workers", "161")
+    assert result.exit_code == 3
+    assert "[bad-workers] 161 workers; MPK's runtime takes 1..160" in result.stdout
+
+
+def test_a_byte_order_mark_is_refused_in_plain_words(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
+    path = tmp_path / "bom.json"
+    path.write_bytes(b"\xef\xbb\xbf" + Path(unpacked("micro_2layer")).read_bytes())
+    result = run("mpk", "check", str(path))
+    assert result.exit_code == 3
+    assert "begins with a byte-order mark; want UTF-8 without one" in result.stdout
+    assert "utf-8-sig" not in result.stdout
+
+
+@pytest.mark.parametrize("alias", ["mlp_mod=rmsnorm_out", "rmsnorm_out=mlp_mod"])
+def test_an_alias_of_no_tensor_is_refused(run: Run, unpacked: Callable[[str], str], alias: str) -> None:
+    result = run("mpk", "check", unpacked("micro_2layer"), "--alias", alias)
+    assert result.exit_code == 2
+    assert "--alias: 'mlp_mod': did you mean mlp_mid" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_nothing_is_predicted_of_a_graph_that_is_not_safe(run: Run, unpacked: Callable[[str], str]) -> None:
     result = run("mpk", "predict", unpacked("exp_mla"), "--json")
     assert result.exit_code == 3

@@ -61,7 +61,7 @@ class Use(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Joint:
     """All nodes, rank after rank in the order of its list, the cells that each touches, and how tensors are cut into
-    cells. `gaps` lists (node, cell): the node reads a region of which tasks write some cells, but not this one."""
+    cells. `gaps` lists (node, cell): tasks write the tensor that the node reads, but not this cell."""
 
     nodes: Sequence[Node]
     touches: Sequence[Touches]
@@ -129,7 +129,7 @@ def _memories(aliases: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, int]]:
-    """(node, cell) of each read of a region of which tasks write some cells but not all: the first unwritten cell."""
+    """(node, cell) of each read of cells that no task writes, in a tensor that tasks write: the first such cell."""
     written = {part for touch in touches for part in (*touch.writes, *touch.adds)}
     cells = {plane_cell(grids, cell) for part in written for cell in part}
     known: set[Cells] = set()
@@ -140,7 +140,7 @@ def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, 
                 continue
             known.add(part)
             missing = [cell for cell in part if plane_cell(grids, cell) not in cells]
-            if 0 < len(missing) < len(part):
+            if missing:
                 found.append((index, missing[0]))
     return found
 

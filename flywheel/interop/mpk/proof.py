@@ -105,6 +105,8 @@ def _prove(
     if workers is not None:
         stats["workers"] = workers
         check_queue_lengths(graphs, workers, findings)
+        if findings.errors:
+            return
     joint = join(graphs, workers, aliases)
     nodes = joint.nodes
     order = topological_positions(nodes)

@@ -42,6 +42,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "partial-join": "an event that more tasks signal than it needs, so that any of them may be the missing one",
         "cycle": "tasks that wait for each other",
         "queue-deadlock": "workers' queues that block for ever",
+        "bad-workers": "a number of workers that MPK's runtime does not take",
         "queue-overflow": "more tasks than a worker's queue holds",
         "missed-signal": "a wait for an exact count, which the next iteration may exceed before the waiter polls",
         "mixed-iterations": "an event that the next iteration may signal in place of this one",
@@ -50,7 +51,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "missing-rank": "a rank whose file is not here: it is taken to be as another one, if their number is known",
         "unknown-type": "an unknown task type; it is assumed to write every tensor that it lists",
         "late-read": "a read of data that only later tasks write, so it sees the previous iteration's data",
-        "unwritten-read": "a read of bytes that no task writes, beside others that are written",
+        "unwritten-read": "a read of bytes that no task writes, of a tensor that tasks write",
         "blocking-launch": "a task launched late that waits, or that one launched at the start waits for",
         "unfinished-collective": "an all-reduce that does not wait for its non-blocking transfer",
     }
@@ -245,7 +246,7 @@ def check_joins(graphs: Sequence[MpkGraph], findings: Findings) -> None:
 def check_queue_lengths(graphs: Sequence[MpkGraph], workers: int, findings: Findings) -> None:
     """Check that the runtime takes that many workers, and that their queues hold the tasks of an iteration."""
     if not 1 <= workers <= MAX_WORKERS:
-        findings.error("queue-overflow", f"{workers} workers are not in 1..{MAX_WORKERS}")
+        findings.error("bad-workers", f"{workers:,} workers; MPK's runtime takes 1..{MAX_WORKERS}")
         return
     for graph in graphs:
         longest = -(-(len(graph.tasks) - FIRST_TASK) // workers)

@@ -176,7 +176,14 @@ def test_a_list_that_is_out_of_order_blocks_one_worker_and_not_eighty(graph: Gra
 
 def test_more_tasks_than_a_queue_holds_are_refused(graph: Graphs) -> None:
     assert {error.code for error in check([graph("q8b")], 2).errors} == {"queue-overflow"}
-    assert {error.code for error in check([graph("micro_2layer")], 161).errors} == {"queue-overflow"}
+
+
+@pytest.mark.parametrize("workers", [0, 161])
+def test_a_number_of_workers_that_the_runtime_does_not_take_is_refused_with_the_bound(
+    graph: Graphs, workers: int
+) -> None:
+    (error,) = check([graph("micro_2layer")], workers).errors
+    assert (error.code, error.message) == ("bad-workers", f"{workers} workers; MPK's runtime takes 1..160")
 
 
 def _just_in_time(document: dict[str, Any]) -> None:
@@ -234,6 +241,17 @@ def test_a_tile_that_reads_more_of_a_layer_than_it_waits_for_races(graph: Graphs
     early = next(place for place, task in enumerate(tasks) if task.kind == 118)
     tasks[early] = replace(tasks[early], inputs=(replace(wide, name="mlp_mid", dims=(2, 128), strides=(128, 1)),))
     assert "race-read" in {error.code for error in check([replace(found, tasks=tasks)]).errors}
+
+
+def test_a_read_beyond_all_writes_of_its_tensor_is_named(graph: Graphs) -> None:
+    found = graph("micro_2layer")
+    tasks = list(found.tasks)
+    place = next(place for place, task in enumerate(tasks) if task.kind == 118)
+    piece = tasks[place].inputs[0]
+    tasks[place] = replace(tasks[place], inputs=(replace(piece, offset=piece.offset + (1 << 20)),))
+    warnings = check([replace(found, tasks=tasks)]).warnings
+    assert [warning.code for warning in warnings] == ["unwritten-read"]
+    assert f"task {place} (SILU_MUL)" in warnings[0].message and piece.name in warnings[0].message
 
 
 LINES_A_TASK = 1000
