@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1e4, "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "torch_dtype": "bfloat16",
     "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
-WRITTEN = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-tensor", "int8-g64", "int4", "int4-g32", "int4-g32-zeros")
+WRITTEN = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-tensor", "int8-block", "int8-g64", "int4",
+           "int4-g32", "int4-g32-zeros")  # fmt: skip
 TOKENS = [3, 14, 15, 9, 2, 6, 53]
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +74,8 @@ def loaded(folder: Path, text: str) -> str:
     source = open_source(str(folder / "plain"))
     save_file(dict(source.weights(DType.BF16, 1)), folder / "plain" / "model.safetensors")
     arguments = ["quantize", "--model", str(folder / "plain"), "--weights", text, "--output", str(folder / "made")]
-    cli.main(arguments, standalone_mode=False)
+    with redirect_stdout(StringIO()):
+        cli.main(arguments, standalone_mode=False)
     wanted = oracle_logits(folder / "made")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "made", dtype=torch.float32)

@@ -27,6 +27,11 @@ _MAX_INDEX_BYTES: Final = 64 * 1024**2
 _DTYPES: Final = tuple(dtype.name for dtype in COMPUTE_DTYPES)
 # What old releases of transformers saved, and recompute from the config.
 _RECOMPUTED: Final = (".rotary_emb.inv_freq",)
+_OF_CACHES: Final = (
+    ".output_scale", ".output_zero_point", ".kv_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
+    ".k_zero_point", ".v_zero_point", ".k_cache_scale", ".v_cache_scale",
+)  # fmt: skip
+"""Ends of names of scales of quantised caches and outputs."""
 _TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS["embed"]})
 
 
@@ -111,6 +116,9 @@ def load_tensors(path: Path, wanted: Mapping[str, Wanted], passed_over: tuple[st
 
 
 def _check_known(key: str, file: _File, wanted: Mapping[str, Wanted]) -> None:
+    if key.endswith(_OF_CACHES):
+        what = "is of a quantised cache or output; supported: caches and outputs of the computation's type"
+        raise WeightsError(f"tensor {_shown(key)} in {file.name} {what}")
     if key not in wanted and not key.endswith(_RECOMPUTED) and _TIED.get(key) not in wanted:
         raise WeightsError(f"tensor {_shown(key)} in {file.name} is not one of this model's {len(wanted)}")
 

@@ -71,7 +71,7 @@ def describe(own: WeightFormat, ignored: list[str]) -> dict[str, Any]:
         shared = {"strategy": "channel"} if own.group is None else {"strategy": "group", "group_size": own.group}
     weights = {"num_bits": own.codes.bits, "type": "int" if integer else "float", "symmetric": not own.zeros,
                "dynamic": False, **shared}  # fmt: skip
-    form = "pack-quantized" if _packed(own) else "int-quantized" if integer else "float-quantized"
+    form = "pack-quantized" if _packed(own) else "float-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
             "config_groups": {"group_0": group}, "ignore": ignored, "kv_cache_scheme": None}  # fmt: skip
@@ -90,8 +90,9 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor | None, own: WeightForma
 
 
 def _packed(own: WeightFormat) -> bool:
-    """Whether numbers are in words of 32 bits: integers are, except in a matrix with scales of blocks."""
-    return own.codes is not DType.F8E4M3 and own.rows != BLOCK
+    """Whether numbers are in words of 32 bits, as compressed-tensors wants all integers whose activations are not
+    quantised."""
+    return own.codes is not DType.F8E4M3
 
 
 def _words(numbers: Tensor, bits: int) -> Tensor:

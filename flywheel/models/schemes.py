@@ -25,6 +25,9 @@ _PLAIN_FORMATS: Final = ("int-quantized", "float-quantized", "naive-quantized")
 _HEAD_NAMES: Final = frozenset({HEAD, *(f"re:{a}{HEAD}{b}" for a in ("", "^", ".*") for b in ("", "$", ".*"))})
 """Names of the head in `ignore`. Patterns are not run, since one may take forever."""
 
+_NO_CACHE: Final = (None, False, "", "auto", [], {})
+"""Values of a field about caches that mean that they are not quantised."""
+
 _INTEGERS: Final = MappingProxyType({4: DType.I4, 8: DType.I8})
 
 
@@ -61,6 +64,9 @@ def read_scheme(config: Mapping[str, Any], name: str) -> Scheme | None:
         raise UnsupportedModelError(f"{name}: {_FIELD} is {_shown(given)}; supported: an object")
     fields = _Fields(name, given)
     method = fields.one_of("quant_method", tuple(_READERS))
+    for field, value in given.items():
+        if isinstance(field, str) and "kv_cache" in field and value not in _NO_CACHE:
+            raise fields.refusal(field, "null; caches have the type of the computation")
     return _READERS[str(method)](fields)
 
 
@@ -107,8 +113,6 @@ class _Fields:
 
 def _compressed(fields: _Fields) -> Scheme:
     form = fields.one_of("format", ("pack-quantized", *_PLAIN_FORMATS))
-    if fields.values.get("kv_cache_scheme") is not None:
-        raise fields.refusal("kv_cache_scheme", "null; caches have the type of the computation")
     for field in ("sparsity_config", "transform_config"):
         if fields.values.get(field):
             raise fields.refusal(field, "null")
@@ -122,7 +126,11 @@ def _compressed(fields: _Fields) -> Scheme:
     packed = form == "pack-quantized"
     own = _compressed_format(group.below("weights"), packed)
     head = not any(each in _HEAD_NAMES for each in fields.names("ignore"))
+    if group.values.get("output_activations") is not None:
+        raise group.refusal("output_activations", "null; outputs have the type of the computation")
     asked = group.values.get("input_activations") is not None
+    if asked:
+        group.below("input_activations").one_of("num_bits", (8,), 8)
     return Scheme("compressed-tensors", "packed" if packed else "plain", own, head, activations=asked)
 
 

@@ -29,7 +29,7 @@ _CODES: Final = MappingProxyType({DType.F8E4M3: ("F8_E4M3",), DType.I8: ("I8",)}
 _WORDS: Final = ("I32",)
 _INDICES: Final = ("I64", "I32")
 
-_PASSED_OVER: Final = (".input_scale", ".output_scale", ".input_zero_point")
+_PASSED_OVER: Final = (".input_scale", ".input_zero_point")
 """Ends of names of activations' scales. Activations are not quantised here."""
 
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -35,7 +35,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-zeros", "int8-g64", "int4-g32", "int4-zeros", "int4-row")
+FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-block", "int8-zeros", "int8-g64", "int4-g32", "int4-zeros",
+           "int4-row")  # fmt: skip
 
 
 @pytest.mark.parametrize("text", [*FORMATS, "int4,lm_head=int4"])

@@ -26,7 +26,7 @@ from flywheel.models.formats import parse_formats
 from flywheel.models.hf import load_scheme, load_spec
 from flywheel.models.quantise import matrix_of
 from flywheel.models.schemes import read_scheme
-from flywheel.models.weights import checkpoint_tensors
+from flywheel.models.weights import checkpoint_tensors, random_weights
 from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
 
@@ -145,6 +145,11 @@ def with_weights(**changes: Any) -> dict[str, Any]:
     return {**INT8, "format": changes.pop("form", "int-quantized"), "config_groups": {"group_0": group}}
 
 
+def with_activations(which: str = "input_activations", **fields: Any) -> dict[str, Any]:
+    given = INT8["config_groups"]["group_0"]  # type: ignore[index]
+    return {**INT8, "config_groups": {"group_0": {**given, which: {"num_bits": 8, "dynamic": True, **fields}}}}
+
+
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
@@ -152,6 +157,11 @@ def with_weights(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "bitsandbytes"}, 'quant_method is "bitsandbytes"'),
         ({**INT8, "format": "nvfp4-pack-quantized"}, 'format is "nvfp4-pack-quantized"; supported: "pack-qu'),
         ({**INT8, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        ({"quant_method": "fp8", "kv_cache_scheme": "static"}, 'kv_cache_scheme is "static"; supported: null; caches'),
+        ({"quant_method": "fp8", "kv_cache_quant_targets": ["k_proj", "v_proj"]}, "kv_cache_quant_targets is ["),
+        ({**GPTQ, "kv_cache_dtype": "fp8"}, 'kv_cache_dtype is "fp8"'),
+        (with_activations(num_bits=4), "config_groups.group_0.input_activations.num_bits is 4; supported: 8"),
+        (with_activations("output_activations"), "group_0.output_activations is {"),
         ({**INT8, "config_groups": {"a": {}, "b": {}}}, 'config_groups has "a", "b"; supported: one group'),
         (with_weights(num_bits=4), "weights.num_bits is 4; supported: 8"),
         (with_weights(strategy="tensor_group"), 'weights.strategy is "tensor_group"'),
@@ -169,6 +179,30 @@ def test_what_no_format_stands_for_is_refused_by_name(scheme: Any, message: str,
     with pytest.raises(UnsupportedModelError) as caught:
         load_spec(tmp_path)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["self_attn.k_scale", "self_attn.v_scale", "self_attn.attn.k_scale",
+                                 "self_attn.k_proj.output_scale", "self_attn.kv_scale"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["fp8 of tensors", "plain"])
+def test_scales_of_a_quantised_cache_are_refused_by_name(end: str, kind: str, tmp_path: Path) -> None:
+    if kind == "plain":
+        config = described()
+        del config["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file(random_weights(load_spec(tmp_path), 1), tmp_path / "model.safetensors")
+    else:
+        write(tmp_path, kind)
+    name = f"model.layers.0.{end}"
+    held = load_file(tmp_path / "model.safetensors")
+    save_file({**held, name: torch.tensor([0.5])}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError) as caught:
+        open_source(str(tmp_path)).weights(DType.BF16, 0)
+    assert f"tensor '{name}' in model.safetensors is of a quantised cache or output; supported" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, False, "auto", {}])
+def test_a_field_that_quantises_no_cache_is_read(value: object) -> None:
+    assert read_scheme({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": value}}, "here") is not None
 
 
 def test_a_checkpoint_says_that_its_activations_are_to_be_quantised(tmp_path: Path) -> None:
