@@ -25,7 +25,7 @@ _PLAIN_FORMATS: Final = ("int-quantized", "float-quantized", "naive-quantized")
 _HEAD_NAMES: Final = frozenset({HEAD, *(f"re:{a}{HEAD}{b}" for a in ("", "^", ".*") for b in ("", "$", ".*"))})
 """Names of the head in `ignore`. Patterns are not run, since one may take forever."""
 
-_NO_CACHE: Final = (None, False, "", "auto", [], {})
+_NO_CACHE: Final[tuple[object, ...]] = (None, False, "", "auto", [], {})
 """Values of a field about caches that mean that they are not quantised."""
 
 _INTEGERS: Final = MappingProxyType({4: DType.I4, 8: DType.I8})
