@@ -280,7 +280,7 @@ def test_a_pipe_in_the_place_of_a_bundles_file_is_not_waited_for(bundle: Path, c
 
 def test_what_a_bundle_settles_cannot_be_asked_for(bundle: Path, checkpoint: Path) -> None:
     for asked in ({"context": 16}, {"gpu": "h100"}, {"device": "reference"}):
-        words = f"{next(iter(asked))} is settled"
+        words = f"{next(iter(asked))} is fixed by the bundle"
         with pytest.raises(BundleError, match=words), loaded(bundle, str(checkpoint), **asked):
             pass
     with pytest.raises(BundleError, match="has no weights"), loaded(bundle, None):
