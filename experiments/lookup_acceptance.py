@@ -3,19 +3,23 @@ GPU.
 
 An answer that edits code is a file with a name changed, and its prompt is the file itself. A text without repetition is
 a document, with its own beginning as the prompt. Tokens are words, gaps and signs. A launch yields the model's token
-and as many more as draft tokens were right.
+and as many more as draft tokens were right. The texts are this repository's files at commit 99d3313, kept in
+lookup_texts.json.xz, so that later edits of the files change no result.
 
     python experiments/lookup_acceptance.py > results/lookup_acceptance.txt
 """
 
 from __future__ import annotations
 
+import json
+import lzma
 import re
 from pathlib import Path
 
 from flywheel.decode.lookup import Lookup, accepted
 
-ROOT = Path(__file__).parents[1]
+TEXTS: dict[str, str] = json.loads(lzma.decompress((Path(__file__).parent / "lookup_texts.json.xz").read_bytes()))
+"""Name of a file -> its text."""
 EDITED = (
     ("flywheel/decode/choices.py", "row", "place"),
     ("flywheel/ir/positions.py", "task", "job"),
@@ -47,10 +51,10 @@ def main() -> None:
     """Print a line for each text."""
     print("tokens a launch, by guesses a launch:", *range(1, 8), sep="\t")
     for name, old, new in EDITED:
-        text = (ROOT / name).read_text(encoding="utf-8")
+        text = TEXTS[name]
         show(f"{name}, {old} -> {new}", tokens_of(text), tokens_of(re.sub(rf"\b{old}\b", new, text)))
     for name in READ:
-        read = tokens_of((ROOT / name).read_text(encoding="utf-8"))
+        read = tokens_of(TEXTS[name])
         show(f"{name}, behind its first tenth", read[: len(read) // 10], read[len(read) // 10 :])
 
 

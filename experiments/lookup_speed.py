@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from lookup_acceptance import EDITED, READ, ROOT, tokens_of
+from lookup_acceptance import EDITED, READ, TEXTS, tokens_of
 
 from flywheel.decode.opening import open_session
 from flywheel.decode.sampling import GREEDY, Sampling
@@ -99,12 +99,10 @@ def main() -> None:
 def known_texts(length: int, vocab: int) -> Iterator[tuple[str, tuple[list[int], list[int]]]]:
     """(name, (prompt, answer)) of each text, as many tokens of each."""
     for name, old, new in EDITED:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        yield f"{name}, {old} -> {new}", numbered(
-            tokens_of(text)[:length], tokens_of(re.sub(rf"\b{old}\b", new, text))[:length], vocab
-        )
+        prompt, answer = tokens_of(TEXTS[name]), tokens_of(re.sub(rf"\b{old}\b", new, TEXTS[name]))
+        yield f"{name}, {old} -> {new}", numbered(prompt[:length], answer[:length], vocab)
     for name in READ:
-        read = tokens_of((ROOT / name).read_text(encoding="utf-8"))
+        read = tokens_of(TEXTS[name])
         yield f"{name}, read on", numbered(read[:length], read[length : 2 * length], vocab)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -97,3 +100,10 @@ def test_a_longer_text_costs_no_more_a_token() -> None:
         return lines_run(grow)
 
     assert work(20_000) == work(200)
+
+
+def test_the_recorded_acceptance_is_what_its_script_prints_today() -> None:
+    root = Path(__file__).parents[2]
+    script = [sys.executable, str(root / "experiments" / "lookup_acceptance.py")]
+    printed = subprocess.run(script, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert printed == (root / "results" / "lookup_acceptance.txt").read_text(encoding="utf-8")
