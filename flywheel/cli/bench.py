@@ -15,7 +15,7 @@ from flywheel.cli.bench_serve import START, bench_served, show_served
 from flywheel.cli.chosen import Chosen, campaign_named, from_file, known, store_here
 from flywheel.cli.decoding import check_device, integers, open_model
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.files import load_config
+from flywheel.cli.files import announce_another, load_config
 from flywheel.cli.options import (
     DEFAULTS,
     OutputFile,
@@ -196,6 +196,7 @@ def bench(
     work = _settle(asked, model, gpu, dtype, contexts, batches, weights, ranks)
     check_rivals(against or (), work.ranks)
     if given is not None:
+        announce_another(given, work.source.spec)
         chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
         chosen = known(work.workloads(), here if campaign is None else store, campaign)

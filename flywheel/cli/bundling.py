@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.cli.files import load_config
+from flywheel.cli.files import announce_another, load_config
 from flywheel.cli.options import DEFAULTS, STDOUT, check_writable
 from flywheel.cli.provenance import find_campaign, row_title, schedule_text
 from flywheel.cli.text import note, size, us
@@ -58,6 +58,7 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
     workload = make_workload(**work)
     if given is not None:
         config = given.config if isinstance(given, Schedule) else given
+        announce_another(given, workload.spec)
         return _write(workload, config, {"words": f"schedule {Path(file).name}"}, output)
     from flywheel.search.knowledge.chosen import choose_schedule
 

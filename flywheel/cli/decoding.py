@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from flywheel.cli.exits import REJECTED
+from flywheel.cli.files import announce_another
 from flywheel.cli.options import DEFAULTS, SharedOption, weights_option
 from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
@@ -147,7 +148,9 @@ def lower_model(
             chosen = choose_schedule(workload, store)
             say(f"flywheel: decoding by {chosen.words}")
             config = chosen.config
-        return lower(graph, config, workload.target)
+        program = lower(graph, config, workload.target)
     except ConfigError as error:
         complain(f"rejected: {error}")
         raise click.exceptions.Exit(REJECTED) from error
+    announce_another(schedule, source.spec)
+    return program

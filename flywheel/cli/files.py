@@ -13,6 +13,7 @@ from flywheel.cli.text import note
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict, program_from_dict
 from flywheel.ir.files import parse_json, read_stream, read_text
+from flywheel.models.spec import DecoderSpec
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
 
@@ -94,13 +95,24 @@ def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -
     settled["model"] = fetch_model(settled["model"], False, _announce)
     if settled["gpu"] is None:
         settled["gpu"] = default_gpu(who)
+    spec = resolve_model(settled["model"])
+    announce_another(schedule, spec)
     if named["context"] is None and schedule is None:
-        settled["context"] = default_context(resolve_model(settled["model"]))
+        settled["context"] = default_context(spec)
     return settled
 
 
 def _announce(line: str) -> None:
     note(f"flywheel: {line}")
+
+
+def announce_another(schedule: object, spec: DecoderSpec) -> None:
+    """Say on stderr whose schedule it is, if it was found for another model than `spec`."""
+    from flywheel.search.workload import found_for_another
+
+    found = found_for_another(schedule, spec) if isinstance(schedule, Schedule) else None
+    if found is not None:
+        note(f"flywheel: the schedule was found for {found}; here it is applied to {spec.name}")
 
 
 def read_argument(path: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from flywheel.errors import ConfigError, UnknownNameError, UsageError
+from flywheel.errors import ConfigError, FlywheelError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.show import did_you_mean
 from flywheel.measure.device import GENERIC
@@ -21,6 +21,8 @@ from flywheel.models.hf import load_scheme
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.spec import DEFAULT_CONTEXT
+from flywheel.store.campaign import work_named
+from flywheel.store.schedule import Schedule
 
 _SHARED: Final = re.compile(r"([2-9])x(\S+)")
 
@@ -163,6 +165,21 @@ def find_target(name: str) -> GpuTarget:
     if name not in (GENERIC, here.name):
         raise UnknownNameError(f"GPU {name!r} is not here: this machine's is {here.name}")
     return here
+
+
+def found_for_another(schedule: Schedule, spec: DecoderSpec) -> str | None:
+    """The work that a schedule was found for, in words, where that is another model than `spec`; None for the same
+    one, and for the same sizes under another name."""
+    if schedule.model == spec.name:
+        return None
+    try:
+        own = resolve_model(schedule.model)
+    except FlywheelError:  # its checkpoint is not on this machine
+        own = None
+    if own is not None and replace(own, name=spec.name) == spec:
+        return None
+    work = (schedule.model, schedule.gpu, schedule.dtype, schedule.context, schedule.batch, schedule.weights)
+    return work_named(*work)
 
 
 def default_context(spec: DecoderSpec) -> int:

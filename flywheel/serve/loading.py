@@ -15,7 +15,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.weights import checkpoint_tensors
 from flywheel.search.knowledge.chosen import Chosen, choose_schedule, settle_work
 from flywheel.search.trials.device import gpu_of
-from flywheel.search.workload import lanes_of_lookup
+from flywheel.search.workload import found_for_another, lanes_of_lookup
 from flywheel.store.schedule import Schedule
 
 
@@ -45,11 +45,16 @@ def load_model(
     lanes = lanes_of_lookup(lookup, batch or 1)
     rows = None if batch is None else batch * lanes
     workload = settle_work(source, given, gpu_of(device), weights=named, batch=rows, ranks=ranks, **asked)
-    chosen = choose_schedule(workload, store) if given is None else Chosen(given.config, "as given")
+    chosen = choose_schedule(workload, store) if given is None else _as_given(given, source)
     program = lower(workload.graph_of(lanes), chosen.config, workload.target)
     session, _ = open_session(program, source, seed, device, undo)
     guesses = f", with {lookup} guesses a launch" if lookup else ""
     return LoadedModel(source, session, chosen.words + guesses)
+
+
+def _as_given(schedule: Schedule, source: Source) -> Chosen:
+    found = found_for_another(schedule, source.spec)
+    return Chosen(schedule.config, "as given" + (f", found for {found}" if found is not None else ""))
 
 
 def _of_model(source: Source, weights: Weights) -> Weights:

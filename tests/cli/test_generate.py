@@ -214,6 +214,22 @@ def test_a_missing_library_names_the_command_that_installs_it(
     assert f"[{extra}]'" in result.stderr
 
 
+def test_a_schedule_of_another_model_is_named(run: Run, checkpoint: Path) -> None:
+    search = ("search", "--model", checkpoint, "--gpu", "l4", "--measure", "predict", "--trials", 1, "--context", 64)
+    assert run(*search, "--output", "own.json").exit_code == 0
+    words = ("generate", "--model", checkpoint, "--prompt-ids", "1", "--max-tokens", 1, "--config")
+    own = run(*words, "own.json")
+    assert own.exit_code == 0 and "was found for" not in own.stderr
+    document = json.loads(Path("own.json").read_text(encoding="utf-8"))
+    Path("other.json").write_text(json.dumps({**document, "model": "llama3-8b"}), encoding="utf-8")
+    other = run(*words, "other.json")
+    assert other.exit_code == 0
+    said = "flywheel: the schedule was found for llama3-8b on l4, bf16, context 64; here it is applied to "
+    assert other.stderr.count(said) == 1
+    lowered = run("lower", "--config", "other.json", "--model", checkpoint, "-o", "program.json")
+    assert lowered.stderr.count(said) == 1
+
+
 def test_a_base_installation_is_told_all_that_a_checkpoint_needs_at_once(
     run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from flywheel.errors import ConfigError, UnknownNameError
-from flywheel.ir import TARGETS
-from flywheel.models.catalog import CATALOG
-from flywheel.search.workload import Workload, default_context, find_target, make_workload
+from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.models.catalog import CATALOG, resolve_model
+from flywheel.search.workload import Workload, default_context, find_target, found_for_another, make_workload
+from flywheel.store.schedule import Schedule
 
 
 def test_names_become_records() -> None:
@@ -38,3 +39,14 @@ def test_the_case_of_a_gpu_does_not_matter(asked: str) -> None:
 def test_the_default_context_is_cut_to_what_the_model_has() -> None:
     spec = CATALOG["llama3-8b"]
     assert (default_context(spec), default_context(replace(spec, max_position=256))) == (512, 256)
+
+
+def test_a_schedule_is_of_another_model_unless_the_sizes_are_the_same() -> None:
+    config = ScheduleConfig()
+    schedule = Schedule("llama3-8b", "h200", "bf16", 512, 1, config, config.config_id, None, "bf16")
+    own = resolve_model("llama3-8b")
+    assert found_for_another(schedule, own) is None
+    assert found_for_another(schedule, replace(own, name="Meta-Llama-3-8B")) is None
+    assert found_for_another(schedule, resolve_model("qwen3-8b")) == "llama3-8b on h200, bf16, context 512"
+    gone = replace(schedule, model="/nowhere/model", batch=4)
+    assert found_for_another(gone, own) == "/nowhere/model on h200, bf16, context 512, batch 4"
