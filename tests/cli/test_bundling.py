@@ -118,7 +118,7 @@ def test_a_command_that_needs_weights_refuses_a_bundle_and_says_what_runs_it(
     ("options", "words"),
     [
         (("--format", "bundle", "--schedule", "shipped", "--model", "llama3-8b"), "--gpu is missing"),
-        (("--format", "tsv", "--schedule", "shipped"), "--schedule goes with --format bundle, not with tsv"),
+        (("--format", "tsv", "--schedule", "shipped"), "--config goes with --format bundle, not with tsv"),
         (
             ("--format", "bundle", "--schedule", "shipped", "--model", "llama3.2-1b", "--gpu", "h200", "-o", "out"),
             "llama3.2-1b has no weights; give a checkpoint's directory",
