@@ -77,8 +77,10 @@ def serve(
     its requests fail and a new process replaces it. With --json, the command prints the address to stdout once it
     serves.
     """
-    torch = [] if is_bundle(model) else ["torch"]
-    check_installed("serve", [*torch, "fastapi", "uvicorn", "prometheus_client"])
+    from flywheel.models.catalog import modules_of
+
+    loaders = [] if is_bundle(model) else modules_of(model)
+    check_installed("serve", [*loaders, "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:
         check_device(device, ranks)
     key = None if api_key_file is None else _key(api_key_file)

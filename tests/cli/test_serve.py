@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from flywheel.cli import interrupt
+from flywheel.cli.main import cli
 from flywheel.cli.serve import serve
 
 
@@ -22,6 +24,19 @@ class Stub:
 
     def close(self) -> None:
         self.closed = True
+
+
+def test_all_that_serving_a_checkpoint_lacks_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr("flywheel.installing.find_spec", lambda name: None)
+    result = CliRunner().invoke(cli, ["serve", "--model", str(tmp_path)])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert "serve needs torch, safetensors, fastapi, uvicorn and prometheus_client: pip install " in line
+    assert line.endswith("[torch,hf,serve]'")
 
 
 def test_the_first_signal_leaves_a_server_that_drains_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
