@@ -113,8 +113,8 @@ def _probe(url: str, environment: Environment) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         where = gpu.name, environment.driver, environment.host
         store.append_ceiling(Ceiling(*where, **asdict(found), created_at=now))
-        links = probe_links(gpu, lambda told: note(f"flywheel: {told}"))
-        store.append_links([PeerLink(*where, **asdict(each), created_at=now) for each in links])
+        for each in probe_links(gpu, lambda told: note(f"flywheel: {told}")):
+            store.append_link(PeerLink(*where, **asdict(each), created_at=now))
 
 
 def _store(url: str, gpu: str | None) -> dict[str, Any]:

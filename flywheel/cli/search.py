@@ -41,7 +41,7 @@ from flywheel.process import keep_objects
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.trials.forks import expect_forks, jobs_of
-from flywheel.search.workload import default_context, gpus_of, with_ranks
+from flywheel.search.workload import default_context, with_ranks
 from flywheel.store.campaign import work_named
 
 if TYPE_CHECKING:
@@ -242,8 +242,6 @@ def _latency_source(start: Start, asked: str) -> str:
         return f"Latencies are measured on {present}, driver {environment.driver}, NVRTC {environment.nvrtc}."
     if asked == "predict":
         why = "--measure predict"
-    elif gpus_of(wanted)[0] > 1:
-        why = f"the VM runs one GPU, not {wanted}"
     elif present is None:
         why = f"no {wanted} here"
     else:

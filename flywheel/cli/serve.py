@@ -77,10 +77,7 @@ def serve(
     its requests fail and a new process replaces it. With --json, the command prints the address to stdout once it
     serves.
     """
-    from flywheel.models.catalog import modules_of
-
-    loaders = [] if is_bundle(model) else modules_of(model)
-    check_installed("serve", [*loaders, "fastapi", "uvicorn", "prometheus_client"])
+    check_installed("serve", [*_loads(model), "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:
         check_device(device, ranks)
     key = None if api_key_file is None else _key(api_key_file)
@@ -136,3 +133,10 @@ def _key(file: Path) -> str:
 
 def _shown(address: str) -> str:
     return f"[{address}]" if ":" in address else address
+
+
+def _loads(model: str) -> list[str]:
+    """The modules that loading the model imports; of a bundle, none of flywheel's extras."""
+    from flywheel.models.catalog import modules_of
+
+    return [] if is_bundle(model) else modules_of(model, texts=True)

@@ -34,7 +34,8 @@ the same link, which was not measured."""
 
 
 def link_of(probed: Sequence[PeerLink]) -> Link | None:
-    """The link of one probing's pairs: that of the slowest, since all GPUs wait for each other. None without pairs."""
+    """The link of one probing's pairs: the times of the pair whose data takes longest, and the lowest rate of any pair,
+    since all GPUs wait for each other. None without pairs."""
     if not probed:
         return None
     farthest = max(probed, key=lambda each: each.one_way_us - each.same_gpu_us)

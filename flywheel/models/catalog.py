@@ -17,6 +17,7 @@ from flywheel.ir.bundles import is_bundle
 from flywheel.models.hf import load_spec
 from flywheel.models.hub import cached_folder, cached_repo, is_repo, obtain, repo_of
 from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.tokenizer import has_tokenizer
 
 _LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 _LLAMA_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
@@ -89,15 +90,17 @@ def fetch_model(given: str, weights: bool, announce: Callable[[str], None]) -> s
     return model_name(name)
 
 
-def modules_of(given: str) -> list[str]:
+def modules_of(given: str, *, texts: bool = False) -> list[str]:
     """The modules of flywheel's extras that loading a model imports: a name needs torch, and a checkpoint what reads
-    its files."""
+    its files, with `texts` its tokenizer's too."""
     name = model_name(given)
     path = model_path(name)
     if path is None:
         return ["torch", "safetensors", "huggingface_hub"] if is_repo(name) else ["torch"]
     folder = path if path.is_dir() else path.parent
-    return ["torch", "safetensors"] if any(folder.glob("*.safetensors*")) else ["torch"]
+    reads = ["safetensors"] if any(folder.glob("*.safetensors*")) else []
+    reads += ["tokenizers"] if texts and has_tokenizer(folder) else []
+    return ["torch", *reads]
 
 
 def resolve_model(given: str) -> DecoderSpec:

@@ -229,7 +229,7 @@ class _Guard:
             response = JSONResponse(error(f"body: more than {MAX_BODY} bytes"), 413)
             await response(scope, receive, send)
             return
-        taken, begun = 0, False
+        taken, begun, ended = 0, False, False
 
         async def counted() -> _Message:
             nonlocal taken
@@ -238,14 +238,17 @@ class _Guard:
             return message if taken <= MAX_BODY else {"type": "http.disconnect"}
 
         async def passed(message: _Message) -> None:
-            nonlocal begun
+            nonlocal begun, ended
             if taken <= MAX_BODY:
                 begun = True
+                ended = message["type"] == "http.response.body" and not message.get("more_body", False)
                 await send(message)
 
         try:
             await self._app(scope, counted, passed)
         except asyncio.CancelledError:  # the server ends and waits no longer; a traceback would say no more
+            if ended:
+                return
             with suppress(asyncio.CancelledError):
                 await (send(_END) if begun else _SHUTTING_DOWN(scope, receive, send))
             return

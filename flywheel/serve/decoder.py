@@ -15,7 +15,7 @@ from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, NoGpuError, UsageError
 from flywheel.installing import lacking
 from flywheel.ir.bundles import is_bundle
-from flywheel.models.catalog import model_name, model_path, modules_of, resolve_model
+from flywheel.models.catalog import modules_of, resolve_model
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
@@ -285,10 +285,7 @@ def _check_installed(model: str) -> None:
     """Raises UsageError, with the command that installs them, where packages that the model needs are missing, and as
     `resolve_model`."""
     resolve_model(model)
-    path = model_path(model_name(model))
-    folder = path if path is None or path.is_dir() else path.parent
-    reads = ["tokenizers"] if folder is not None and has_tokenizer(folder) else []
-    said = lacking("Decoder.load", [*modules_of(model), *reads])
+    said = lacking("Decoder.load", modules_of(model, texts=True))
     if said is not None:
         raise UsageError(said)
 

@@ -57,8 +57,13 @@ def asking(document: Any) -> Any:
     return {
         name: value
         for name, value in document.items()
-        if value is not None and name not in IGNORED and value not in NEUTRAL.get(name, ())
+        if value is not None and name not in IGNORED and not _is_neutral(name, value)
     }
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    is_bool = isinstance(value, bool)  # which equals a number
+    return any(value == each and is_bool == isinstance(each, bool) for each in NEUTRAL.get(name, ()))
 
 
 def within(low: int, high: int) -> Callable[[int], int]:

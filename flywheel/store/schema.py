@@ -112,7 +112,8 @@ links: Final = Table(
     Column("created_at", Text, nullable=False),
     Index("ix_links_gpu", "gpu"),
 )
-"""What the same command measures between GPU 0 and each `peer`, append-only; the rows of its newest run count."""
+"""What the same command measures between GPU 0 and each `peer`, append-only. The rows of the newest run that found
+links count."""
 
 
 def record_values(record: TrialRecord) -> dict[str, Any]:

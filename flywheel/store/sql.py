@@ -234,14 +234,13 @@ class Store:
         except ValueError as error:
             raise StoreError(f"store {self.name}: {error}") from error
 
-    def append_links(self, found: Sequence[PeerLink]) -> None:
-        """Add what one probing of a machine's links found."""
-        if found:
-            with writing(self._engine, self.name) as connection:
-                connection.execute(insert(links), [asdict(each) for each in found])
+    def append_link(self, found: PeerLink) -> None:
+        """Add what a probing found of one link; the links of one probing have the same `created_at`."""
+        with writing(self._engine, self.name) as connection:
+            connection.execute(insert(links), asdict(found))
 
     def links(self, gpu: str) -> list[PeerLink]:
-        """What the newest probing of links between GPUs of that name found, by peer; empty where there was none."""
+        """The links that the newest probing which found any, between GPUs of that name, measured, by peer."""
         newest = select(links.c.host, links.c.created_at).where(links.c.gpu == gpu).order_by(links.c.id.desc()).limit(1)
         columns = [links.c[field.name] for field in fields(PeerLink)]
         with reading(self._engine, self.name) as connection:

@@ -41,7 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Path:
     with open_store(path) as store:
         store.create_campaign(to_campaign(spec, "ran", decoder=asdict(imagined.SPECS[0]), created_at=now))
         store.append_ceiling(Ceiling("Few", "1", "host", 205.0, "ring", 0.6, now))
-        store.append_links([PeerLink("Few", "1", "host", 1, 1.25, 0.5, 380.0, 390.0, now)])
+        store.append_link(PeerLink("Few", "1", "host", 1, 1.25, 0.5, 380.0, 390.0, now))
         for trial, program in enumerate(imagined.programs(0, 60)[:20]):
             us = predict(program, imagined.TRUTH).latency_us * chance.gauss(1.0, 0.02)
             latency = MeasuredLatency(us, us, us, 30, 3, "flushed", gpu_state=GpuState(throttle="none", strangers=0))

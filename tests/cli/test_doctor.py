@@ -80,7 +80,8 @@ def test_doctor_shows_a_line_for_each_pair_of_gpus_that_was_probed(
     store = str(tmp_path / "trials.db")
     link = PeerLink("NVIDIA H200", "1", "lab", 1, 0.94, 0.48, 396.0, 395.0, "2026-01-02T03:04:05+00:00")
     with open_store(store) as opened:
-        opened.append_links([link, replace(link, peer=2, one_way_us=1.31)])
+        for each in (link, replace(link, peer=2, one_way_us=1.31)):
+            opened.append_link(each)
     lines = [line for line in run("doctor", "--store", store).stdout.splitlines() if line.startswith("link")]
     assert [" ".join(line.split()) for line in lines] == [
         f"link GPU 0 and GPU {peer}: 512 bytes take {us} us to the other GPU, polled, and 0.48 us to another SM; "

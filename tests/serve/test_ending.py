@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 from collections.abc import Callable
 from http.client import HTTPResponse
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import urlopen
 
 import pytest
 from patience import HANG_S
 from serve.conftest import Served
+
+from flywheel.serve.app import _Guard
 
 LONG = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 159, "ignore_eos": True, "stream": True}).encode()
 
@@ -68,3 +72,24 @@ def test_an_answer_that_is_cut_off_ends_its_stream_without_a_traceback(start: Ca
     assert any(b"[DONE]" not in end for end in ends)
     for connection in connections:
         connection.close()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_answer_is_ended_once_whether_or_not_it_is_whole_when_it_is_cut_off(whole: bool) -> None:
+    sent: list[tuple[str, bytes, bool]] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": not whole})
+        raise asyncio.CancelledError
+
+    async def send(message: Any) -> None:
+        sent.append((message["type"], message.get("body", b""), message.get("more_body", False)))
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    asyncio.run(_Guard(answer, None)({"type": "http", "path": "/v1/models", "headers": []}, receive, send))
+    ends = [message for message in sent if message[0] == "http.response.body" and not message[2]]
+    assert ends == [sent[-1]]
+    assert b"".join(body for _, body, _ in sent) == b"a"

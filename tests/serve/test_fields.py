@@ -134,7 +134,8 @@ def test_a_message_that_is_wrong_is_named_by_its_place(client: TestClient, messa
         ("prompt_logprobs", 0), ("use_beam_search", True), ("modalities", ["text", "audio"]),
         ("truncate_prompt_tokens", 4), ("guided_regex", "a+"), ("skip_special_tokens", False), ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}), ("tools", [{"type": "function"}]), ("never_heard_of", False),
-        ("presence_penalty", 0.5), ("best_of", 2), ("echo", True),
+        ("presence_penalty", 0.5), ("presence_penalty", False), ("best_of", 2), ("best_of", True), ("echo", True),
+        ("echo", 0),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

@@ -235,8 +235,8 @@ def test_all_links_of_the_newest_probing_of_a_gpu_hold(store: Store) -> None:
     again = replace(first, one_way_us=0.94, created_at="2026-01-03T03:04:05+00:00")
     assert store.links("NVIDIA H200") == []
     other = replace(first, gpu="NVIDIA L4")
-    for found in ([first, replace(first, peer=3)], [replace(again, peer=2), again], [other], []):
-        store.append_links(found)
+    for found in (first, replace(first, peer=3), replace(again, peer=2), again, other):
+        store.append_link(found)
     assert store.links("NVIDIA H200") == [again, replace(again, peer=2)]
     with pytest.raises(ValueError, match=r"^link of 'NVIDIA H200': to_gbs is 0\.0, not positive$"):
         replace(first, to_gbs=0.0)

@@ -85,9 +85,9 @@ def check_graph(graph: MpkGraph, findings: Findings) -> None:
         _check_event(graph, place, task.trigger, "signals", findings)
         if findings.full:
             return
-    unjudged = bool(findings.errors)
+    faulty = bool(findings.errors)
     _check_collectives(graph, findings)
-    if not unjudged:
+    if not faulty:
         _check_launches(graph, findings)
 
 

@@ -110,7 +110,8 @@ class RankedProgram:
         """Enqueue one launch on each GPU, as `LoadedProgram.launch` does; `positions` is an address on the first GPU.
 
         No kernel begins before all that was given to any of the GPUs is done, and the first GPU's stream goes on when
-        all kernels are over. Raises ConfigError as that does, before anything is launched.
+        all kernels are over. Raises ConfigError as that does, before anything is launched. An error or an interrupt
+        between the launches ends what was launched, and all GPUs begin anew.
         """
         first, *others = [each.gpu for each in self.parts]
         if pos is not None:
