@@ -74,11 +74,9 @@ class Engine:
         accepted."""
         with self._lock:
             self._closing.set()
-            process, connection = self._process, self._connection
+            process = self._process
         self._letters.put(None)
-        if connection is not None:
-            connection.close()
-        if process is not None:
+        if process is not None:  # its end ends the thread that listens to it
             process.terminate()
             process.join(_EXIT_S)
             process.kill()
