@@ -137,10 +137,10 @@ class CudaModel:
         """Load a program as a session, which may coexist with other sessions. With `trace`, its tasks write time
         stamps.
 
-        Raises InvalidProgramError for an unsafe program and for an operation without a kernel, ConfigError for a
-        program that does not fit the GPU, TensorError for a program that is no decode step of the model in its dtype,
-        context, batch and number of GPUs, WeightsError if its weights are not the model's, KernelCompileError,
-        GpuMemoryError and GpuFaultError.
+        Raises InvalidProgramError for an unsafe program and for an operation without a kernel. Raises ConfigError for
+        a program that does not fit the GPU. Raises TensorError unless the program is a decode step of the model, in
+        its dtype, context, batch and number of GPUs. Raises WeightsError if its weights are not the model's. Raises
+        KernelCompileError, GpuMemoryError and GpuFaultError.
         """
         result = validate(program, strict=True)
         if not result.ok:

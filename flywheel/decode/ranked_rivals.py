@@ -6,7 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -85,11 +85,10 @@ class RankedRival:
         self._ranks = self._thread.submit(
             run_ranks, work.rival.name, take_part, work.ranks, backend, LIFE_S, [theirs for _, theirs in pairs], work
         )
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._hear()  # ready
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -122,15 +122,18 @@ class RankedProgram:
         for other in others:
             other.follow(first)
         given = [positions, *[memory.address if positions else 0 for memory in self._positions]]
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._begin_anew)
             for each, address in zip(self.parts, given, strict=True):
                 each.launch(pos, address)
-        except BaseException:
-            with suppress(GpuFaultError):  # the error at hand says why
-                self._end()
-                self._reset()
-            raise
+            undo.pop_all()
         self.gather_streams()
+
+    def _begin_anew(self) -> None:
+        """End the kernels that began without the others. The error at hand says why, so a fault here does not."""
+        with suppress(GpuFaultError):
+            self._end()
+            self._reset()
 
     def gather_streams(self) -> None:
         """Let the first GPU's stream go on when all that was given to the other GPUs is done."""
