@@ -45,6 +45,7 @@ root="$PWD" output="$(mkdir -p "$1" && cd "$1" && pwd)" commit="$2"
 shift 2
 export FLYWHEEL_COMMIT="$commit"  # for rows: this may be a copy that git knows nothing of
 gpu="${FLYWHEEL_GPU:-h200}"
+unset FLYWHEEL_GPU  # to the command it means --gpu, which would keep rows of 2xh100 out of a table
 export FLYWHEEL_STORE="${FLYWHEEL_STORE:-gpu.db}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 flywheel() { (cd "$output" && python3 -m flywheel "$@"); }
