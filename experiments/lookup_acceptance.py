@@ -1,8 +1,9 @@
 """Counts the tokens that one launch would yield with prompt lookup decoding, for known answers, without a model or a
 GPU.
 
-An answer that edits code is a file with a name changed, and its prompt is the file itself. A text without repetition is
-a document, with its own beginning as the prompt. Tokens are words, gaps and signs. A launch yields the model's token
+An answer that edits code is a file with a name changed, and its prompt is the file itself. A summary's prompt is a
+document, and it copies the headings, and the first sentence of each paragraph and list item. A text without repetition
+is a document, with its own beginning as the prompt. Tokens are words, gaps and signs. A launch yields the model's token
 and as many more as draft tokens were right. The texts are this repository's files at commit 99d3313, kept in
 lookup_texts.json.xz, so that later edits of the files change no result.
 
@@ -25,12 +26,24 @@ EDITED = (
     ("flywheel/ir/positions.py", "task", "job"),
     ("flywheel/vm/cuda/sync.cuh", "counter", "tally"),
 )
-READ = ("docs/serve.md", "docs/decode.md")
+READ = SUMMARISED = ("docs/serve.md", "docs/decode.md")
 
 
 def tokens_of(text: str) -> list[str]:
     """Words, gaps and signs."""
     return re.findall(r"\w+|\s+|.", text)
+
+
+def summary_of(text: str) -> str:
+    """Its headings, and the first sentence of each paragraph and item outside of listings and tables; a line each."""
+    lines, listed = [], False
+    for block in text.split("\n\n"):
+        fences = block.count("```")
+        if not (listed or fences or block.startswith("|")):
+            parts = [block] if block.startswith("#") else re.split(r"\n(?=- )", block)
+            lines += [" ".join(re.split(r"(?<=[.:])\s", part)[0].split()) for part in parts]
+        listed ^= fences % 2 == 1
+    return "\n".join(lines)
 
 
 def launches(prompt: list[str], answer: list[str], guesses: int) -> int:
@@ -53,6 +66,8 @@ def main() -> None:
     for name, old, new in EDITED:
         text = TEXTS[name]
         show(f"{name}, {old} -> {new}", tokens_of(text), tokens_of(re.sub(rf"\b{old}\b", new, text)))
+    for name in SUMMARISED:
+        show(f"{name}, its summary", tokens_of(TEXTS[name]), tokens_of(summary_of(TEXTS[name])))
     for name in READ:
         read = tokens_of(TEXTS[name])
         show(f"{name}, behind its first tenth", read[: len(read) // 10], read[len(read) // 10 :])

@@ -6,9 +6,9 @@ repetition.
 Weights are random, so a model's own text means nothing. The texts are known (those of `lookup_acceptance.py`), and each
 choice of the program is replaced by the token that the text has there. Everything else is as ever: guesses from the
 text so far, launches of 1 + guesses rows on one cache, the host that awaits each. "alone" is the program of one row,
-whose launches are queued ahead, at the same positions. Last comes the model's own greedy text: with guesses, with none
-by the same program, which must be the same, and with none by the program of one row, whose roundings differ. With
-`--device reference`, a small model shows the same tokens a launch, and times mean nothing.
+whose launches are queued ahead, at the positions of the first text. Last comes the model's own greedy text: with
+guesses, with none by the same program, which must be the same, and with none by the program of one row, whose roundings
+differ. With `--device reference`, a small model shows the same tokens a launch, and times mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from lookup_acceptance import EDITED, READ, TEXTS, tokens_of
+from lookup_acceptance import EDITED, READ, SUMMARISED, TEXTS, summary_of, tokens_of
 
 from flywheel.decode.opening import open_session
 from flywheel.decode.sampling import GREEDY, Sampling
@@ -97,10 +97,14 @@ def main() -> None:
 
 
 def known_texts(length: int, vocab: int) -> Iterator[tuple[str, tuple[list[int], list[int]]]]:
-    """(name, (prompt, answer)) of each text, as many tokens of each."""
+    """(name, (prompt, answer)) of each text, twice `length` tokens together."""
     for name, old, new in EDITED:
         prompt, answer = tokens_of(TEXTS[name]), tokens_of(re.sub(rf"\b{old}\b", new, TEXTS[name]))
         yield f"{name}, {old} -> {new}", numbered(prompt[:length], answer[:length], vocab)
+    for name in SUMMARISED:  # most of the tokens are the prompt's, since a summary is shorter
+        prompt = tokens_of(TEXTS[name])[: length * 3 // 2]
+        answer = tokens_of(summary_of("".join(prompt)))
+        yield f"{name}, its summary", numbered(prompt, answer[: length // 2], vocab)
     for name in READ:
         read = tokens_of(TEXTS[name])
         yield f"{name}, read on", numbered(read[:length], read[length : 2 * length], vocab)
