@@ -8,7 +8,7 @@
 #
 # conformance                      tests on the GPU
 # ranks                            tests of programs of several GPUs, on the GPUs here
-# formats                          those of quantised weights, of sequences, of bundles and of what loads a program
+# formats                          those of quantised weights, of sequences, lookup, sampling, bundles and of what loads programs
 # sanitizer                        what compute-sanitizer says
 # probe                            the card
 # search:WORK[:TRIALS[:TIME]]      the best of 150
@@ -110,7 +110,8 @@ part() {
     ranks) tests ranks.txt 300 -n 0 tests/vm/gpu/test_peers.py tests/decode/test_ranks_on_one_gpu.py ;;
     formats)
       tests formats.txt 300 tests/cli/test_quantised_checkpoints.py tests/decode/test_formats_on_gpu.py \
-        tests/gpu/test_coded.py tests/decode/test_sequences_on_the_gpu.py tests/decode/test_bundle_on_gpu.py tests/vm/gpu ;;
+        tests/gpu/test_coded.py tests/decode/test_sequences_on_the_gpu.py tests/decode/test_lanes_on_the_gpu.py \
+        tests/decode/test_sampling.py tests/decode/test_bundle_on_gpu.py tests/vm/gpu --ignore tests/vm/gpu/test_peers.py ;;
     sanitizer) python3 experiments/sanitize.py --commit "$commit" --record "$output/sanitizer.txt" ;;
     probe) record doctor.txt doctor --probe ;;
     search)
@@ -150,11 +151,11 @@ part() {
     coded) IFS=+ read -ra works <<<"$5" && script coded_speed.txt coded_speed.py --gpu "$gpu" "${works[@]}" ;;
     generate)
       best "$name.schedule.json" "$model" bf16 1 &&
-        script "$name.generate_speed.txt" generate_speed.py --works "$model:$name.schedule.json" ;;
+        script "$name.generate_speed.txt" generate_speed.py --gpu "$gpu" --works "$model:$name.schedule.json" ;;
     together) script "$name.together.txt" together.py "$model" --max-sequences 1 8 --sampling greedy warm top_p ;;
-    load) script "$name.load_speed.txt" load_speed.py "$model" --gpu-too ;;
+    load) script "$name.load_speed.txt" load_speed.py "$model" --gpu "$gpu" --gpu-too ;;
     ragged) script "$name.ragged.txt" ragged.py "$model" ;;
-    lookup) script "$name.lookup_speed.txt" lookup_speed.py --model "$model" ;;
+    lookup) script "$name.lookup_speed.txt" lookup_speed.py --model "$model" --gpu "$gpu" ;;
     serve)
       local rows
       for rows in 1 8; do  # without one, the server takes what a search tries first
@@ -164,7 +165,7 @@ part() {
     readme) script readme_commands.txt readme_commands.py ;;
     calibrate) record calibrate.txt calibrate --gpu "$gpu" --output machine.json ;;
     versions) python3 experiments/two_versions.py "$work" . results/gpu/llama3.2-1b.schedule.json \
-        results/gpu/llama3-8b.schedule.json --record "$output/two_versions.txt" ;;
+        results/gpu/llama3-8b.schedule.json --gpu "$gpu" --record "$output/two_versions.txt" ;;
     noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee -i "$output/aa_noise.txt" ;;
     *) echo "record_gpu.sh: part $kind is none of those in its head" >&2; return 2 ;;
   esac
