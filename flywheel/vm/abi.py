@@ -57,6 +57,9 @@ class InstructionFlag(IntFlag):
     """It copies columns of its input to other GPUs, those that PEERS_SHIFT says."""
     SENDS = 512
     """What its last step, a matrix step, stores as output 0 goes to those GPUs, too."""
+    ADDS = 1024
+    """With SENDS: it then adds all ranks' shards of its columns. Behind its own inputs are the shards, in the order of
+    ranks, and last the sum. The instruction after it, which stands for the sum, has no steps."""
 
 
 PEERS_SHIFT: Final = 16

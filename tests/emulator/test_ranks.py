@@ -19,6 +19,8 @@ from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.abi import InstructionFlag
+from flywheel.vm.pack import pack_ranks
 
 SPEC = DecoderSpec("tiny", "llama", 64, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -94,6 +96,18 @@ def test_logits_whose_rows_are_no_multiple_of_sixteen_bytes_are_the_oracles(
 ) -> None:
     gpu.seed = bits
     check(gpu, replace(SPEC, family="mistral", vocab=203), 2, batch, by_data=True, bits=bits, columns=48)
+
+
+@pytest.mark.parametrize(("ranks", "batch", "bits"), [(2, 1, 32), (2, 2, 16), (4, 1, 16), (4, 2, 32)])
+def test_products_that_add_the_shards_of_all_ranks_make_the_oracles_logits(
+    gpu: EmulatedGpu, ranks: int, batch: int, bits: int
+) -> None:
+    gpu.seed = 11 * ranks + batch
+    spec = replace(SPEC, family="mistral")
+    for packed in pack_ranks(lowered(spec, ranks, batch, by_data=True, bits=bits, columns=32)):
+        adds = packed.instructions["flags"] & InstructionFlag.ADDS
+        assert (adds != 0).sum() == 2 * 2 * spec.n_layers  # two tiles of o_proj and of down_proj in each layer
+    check(gpu, spec, ranks, batch, by_data=True, bits=bits, columns=32)
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(2, 2), (4, 1)])

@@ -99,6 +99,7 @@ typedef uint32_t amk_counter_t;
 #define FW_INSTRUCTION_TAKES_BEST 128
 #define FW_INSTRUCTION_PUSHES 256
 #define FW_INSTRUCTION_SENDS 512
+#define FW_INSTRUCTION_ADDS 1024
 #define FW_STEP_OWN_N_OFF 1
 #define FW_STEP_OWN_N_TILE 2
 #define FW_STEP_OWN_POS 4

@@ -102,6 +102,41 @@ __device__ __forceinline__ void push_group(Vm vm, int dtype, int turn, long long
     }
 }
 
+constexpr int SUM_LOADS = 4;  // on their way at once, a thread
+
+// Element `at` of `count` operands of one type, added in their order: shard(k) is one. Some are asked at once, and again until
+// all of them are there.
+template <typename Shard> __device__ __forceinline__ float sum_arrived(Vm vm, int count, int at, Shard shard) {
+    const int dtype = shard(0).dtype;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < count; first += SUM_LOADS) {
+        const char* from[SUM_LOADS];
+        bool given[SUM_LOADS];
+        uint32_t bits[SUM_LOADS];
+#pragma unroll
+        for (int k = 0; k < SUM_LOADS; k++) {  // behind the last one, that once more
+            const Operand& x = shard(min(first + k, count - 1));
+            from[k] = x.ptr;
+            given[k] = x.layout != FW_LAYOUT_AWAITED;
+        }
+        bool there;
+        do {
+            there = true;
+#pragma unroll
+            for (int k = 0; k < SUM_LOADS; k++) bits[k] = load_bits_sys(dtype, from[k], at);
+#pragma unroll
+            for (int k = 0; k < SUM_LOADS; k++) there &= given[k] || !is_absent(dtype, bits[k]);
+        } while (!there && vm.again());
+#pragma unroll
+        for (int k = 0; k < SUM_LOADS; k++) {
+            const float each = bits_to_float(dtype, bits[k]);
+            if (first + k < count) sum = first + k == 0 ? each : sum + each;
+        }
+    }
+    return sum;
+}
+
 // Where rank `of` learns how many launches rank `by` has begun.
 __device__ __forceinline__ uint32_t* begun_word(const amk_ranks_t& ranks, int of, int by) {
     return reinterpret_cast<uint32_t*>(ranks.words[of]) + by * (FW_COUNTER_STRIDE / 4);

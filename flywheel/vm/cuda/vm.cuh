@@ -11,6 +11,15 @@ __device__ __forceinline__ const amk_step_t* x_staged_step(const TaskSlot& task)
     return step;
 }
 
+// Whether a task, once its result is stored, adds up what all ranks have.
+__device__ __forceinline__ bool adds(const amk_instruction_t& instruction) {
+#ifdef FW_RANKS
+    return instruction.flags & FW_INSTRUCTION_ADDS;
+#else
+    return false;
+#endif
+}
+
 // How every operation in ops/ is declared: op_x(Vm vm, const amk_step_t& step). Not inlined, so that the registers that
 // one needs are not taken from the others.
 #define FW_MICRO_KERNEL __device__ __noinline__ void

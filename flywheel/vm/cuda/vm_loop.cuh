@@ -328,7 +328,7 @@ __device__ __noinline__ void run_vector_warps() {
             }
             vm.sync();  // its result is there for the next step, or for the signal
         }
-        vm.stamp(FW_STAMP_STORED);
+        if (!adds(vm.task()->instruction)) vm.stamp(FW_STAMP_STORED);
         if (vm.thread() == 0) {
             if (vm.task()->instruction.out_counter >= 0) signal(block.counter(vm.task()->instruction.out_counter));
             vm.stamp(FW_STAMP_DONE);

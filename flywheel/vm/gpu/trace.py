@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flywheel.errors import TraceError
 from flywheel.ir import Task
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.vm.abi import Stamp
+from flywheel.vm.abi import InstructionFlag, Stamp
 from flywheel.vm.pack import PackedProgram
 
 Stamps = npt.NDArray[np.uint64]
@@ -143,6 +143,7 @@ def read_stamps(packed: PackedProgram, stamps: Stamps, waits: Waits) -> LaunchTr
     if not len(instructions):
         raise TraceError("trace: the program has no tasks")
     _check_passed(packed, stamps)
+    stamps = _with_sums(packed, stamps)
     _check_order(packed, stamps)
     passed = stamps > 0
     times = np.where(passed, stamps - stamps[passed].min(), 0).astype(np.int64)
@@ -189,6 +190,19 @@ def _multiplies(packed: PackedProgram) -> npt.NDArray[np.bool_]:
     first = packed.instructions["first_step"]
     found: npt.NDArray[np.bool_] = before[first + packed.instructions["n_steps"]] > before[first]
     return found
+
+
+def _with_sums(packed: PackedProgram, stamps: Stamps) -> Stamps:
+    """The stamps with the time that products spend on sums (InstructionFlag.ADDS) given to the sums."""
+    adding = np.flatnonzero(packed.instructions["flags"] & np.uint32(InstructionFlag.ADDS))
+    if not len(adding):
+        return stamps
+    moved = stamps.copy()
+    moved[adding + 1, Stamp.STORED] = stamps[adding, Stamp.DONE]
+    for stamp in (Stamp.CURRENT, Stamp.READY):
+        moved[adding + 1, stamp] = stamps[adding, Stamp.STORED]
+    moved[adding, Stamp.DONE] = stamps[adding, Stamp.STORED]
+    return moved
 
 
 def _check_order(packed: PackedProgram, stamps: Stamps) -> None:

@@ -22,6 +22,7 @@ from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.step import ABSENT, Coded, Form, steps_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag, Layout
+from flywheel.vm.pack.adding import take_sums
 from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.checks import check_arrivals, check_count, check_steps, float_type, scale_buffers
 from flywheel.vm.pack.frequencies import Frequencies
@@ -161,6 +162,8 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
     segments, segment_buffers, streams = segments_of(
         instructions, queues, steps, buffers, entries, kinds, variant, pass_blocks
     )
+    if plan.part is not None:
+        take_sums(instructions, steps, nodes, routines, node_of, program.buffers, plan.part, pass_blocks)
     spilled = max((template.spilled_bytes for template in templates), default=0)
     return PackedProgram(
         program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams, floats,

@@ -145,9 +145,12 @@ def test_programs_that_lowering_makes_are_packed(family: str, by_data: int, rank
 FUSED = (("attn_combine", "o_proj", "attn_add"), ("down_proj", "mlp_add"), ("final_norm", "lm_head"))
 
 
-def shared(ranks: int, batch: int = 1, grouping: Any = FUSED, by_data: int = 1) -> tuple[PackedProgram, ...]:
-    spec = DecoderSpec("tiny", "mistral", 64, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
-    config = ScheduleConfig({"hand_off": {"data": by_data}}, grouping, page_allocation="none", threads_per_block=128)
+def shared(
+    ranks: int, batch: int = 1, grouping: Any = FUSED, by_data: int = 1, columns: int = 16, hidden: int = 64
+) -> tuple[PackedProgram, ...]:
+    spec = DecoderSpec("tiny", "mistral", hidden, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
+    tiling = {"hand_off": {"data": by_data}, "gemv": {"N_tile": columns}}
+    config = ScheduleConfig(tiling, grouping, page_allocation="none", threads_per_block=128)
     return pack_ranks(lower(shared_step(spec, 16, DType.BF16, batch, ranks=ranks), config, PROGRAM.target))
 
 
@@ -170,6 +173,50 @@ def test_what_no_product_stores_is_pushed_to_all_ranks_at_once(ranks: int) -> No
     assert peers(first, InstructionFlag.PUSHES) == {"attn_sum.push": others, "mlp_sum.push": others}
     assert peers(first, InstructionFlag.SENDS) == {"lm_head": others}
     assert peers(second, InstructionFlag.PUSHES) == {}
+
+
+def adding(packed: PackedProgram) -> list[tuple[str, str]]:
+    """The labels of each product that adds shards, and of the instruction after it, which has no steps."""
+    places = np.flatnonzero(packed.instructions["flags"] & InstructionFlag.ADDS)
+    assert (packed.instructions["sm"][places] == packed.instructions["sm"][places + 1]).all()
+    assert (packed.instructions["n_steps"] == 0).nonzero()[0].tolist() == (places + 1).tolist()
+    return [
+        tuple(packed.program.tasks[packed.instructions["task"][place + after]].label for after in (0, 1))
+        for place in places
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (2, 3), (4, 1)])
+def test_a_product_right_before_its_sum_adds_the_shards_of_all_ranks(ranks: int, batch: int) -> None:
+    for packed in shared(ranks, batch, columns=32):
+        pairs = adding(packed)
+        assert set(pairs) == {
+            (f"L{layer}.{one}", f"L{layer}.{other}")
+            for layer in (0, 1)
+            for one, other in (("o_proj", "attn_sum"), ("down_proj", "mlp_sum"))
+        }
+        assert len(pairs) == 8
+        names = [buffer.name for buffer in packed.program.buffers]
+        assert packed.part is not None
+        for row in packed.instructions[(packed.instructions["flags"] & InstructionFlag.ADDS) != 0]:
+            *shards, total = [names[each] for each in row["inputs"][: row["n_inputs"]]][-ranks - 1 :]
+            assert [re.sub(r".*\.p(\d)@.*", r"\1", each) for each in shards] == [str(each) for each in range(ranks)]
+            assert shards[packed.part.rank] == names[row["outputs"][0]]
+            assert re.fullmatch(rf"L\d\.x_(mid|out)@{packed.part.rank}", total)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (8, {"columns": 32}),  # a product with nine operands more than it has
+        (2, {"columns": 16}),  # two tiles on an SM: both are sent before the first sum
+        (2, {"columns": 32, "by_data": 0}),  # sums that wait for counters
+        (2, {"columns": 2048, "hidden": 4096}),  # more than one pass
+        (2, {"columns": 32, "grouping": ()}),  # where the residual is no part of its product
+    ],
+)
+def test_other_sums_keep_their_steps(ranks: int, how: dict[str, Any]) -> None:
+    assert adding(shared(ranks, **how)[0]) == []
 
 
 def test_columns_that_tasks_write_twice_are_pushed_not_sent() -> None:

@@ -213,6 +213,24 @@ __device__ __noinline__ void send_pass(Vm vm, const amk_step_t& step, int pass, 
 }
 #endif
 
+#ifdef FW_RANKS
+// Adds the shards of all ranks, once the only pass is sent: each thread the columns that it stored itself.
+__device__ __noinline__ void add_shards(Vm vm, const amk_step_t& step) {
+    const amk_instruction_t& instruction = vm.task()->instruction;
+    const int ranks = vm.block().ranks.ranks, rows = product_rows(step.as.product.rows), n_off = vm.n_off(step);
+    const Operand* const shards = vm.task()->inputs + instruction.n_inputs - ranks - 1;
+    const Operand& sum = shards[ranks];
+    const int width = sum.numel / rows, blocks = (n_off + vm.n_tile(step) + 15) / 16 - n_off / 16;
+#pragma unroll 1
+    for (int number = vm.warp() * 2 + vm.lane() / 16; number < blocks * rows; number += 2 * VECTOR_WARPS) {
+        const Unit unit(number, rows, -(n_off % 16), vm.lane() % 16);
+        if (unit.column < 0 || unit.column >= vm.n_tile(step)) continue;
+        const int at = unit.m * width + n_off + unit.column;
+        store(sum, at, sum_arrived(vm, ranks, at, [&](int k) -> const Operand& { return shards[k]; }));
+    }
+}
+#endif
+
 // Takes over what the matrix warps multiply, from row block `done` on: all of it, or where slices have to be staged again for
 // each pass, the next one. Says whether the launch goes on.
 __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
@@ -341,4 +359,10 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         vm.block().passes = pass;
         vm.block().stagings = stagings;
     }
+#ifdef FW_RANKS
+    if (step.out == 0 && adds(vm.task()->instruction)) {
+        vm.stamp(FW_STAMP_STORED);
+        add_shards(vm, step);
+    }
+#endif
 }

@@ -1,0 +1,81 @@
+"""Lets a product that sends its columns add all ranks' shards of them, in place of the sum that comes next on its SM.
+
+That saves a task between the arrival of the last shard and the stored sum. The order of work stays the same: nothing
+runs between the product and the sum. A product of several passes is left alone, since each pass would wait for the
+other ranks before the next one is sent. Source: docs/vm.md, "Ranks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.ir import ABI_MAX_INPUTS, Buffer, InstructionKind
+from flywheel.plan.nodes import Node
+from flywheel.plan.ranks import Part
+from flywheel.plan.routine import Routine
+from flywheel.plan.step import adds_columns
+from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag
+from flywheel.vm.pack.instructions import other_ranks
+
+Table = npt.NDArray[np.void]
+
+
+def take_sums(
+    instructions: Table,
+    steps: Table,
+    nodes: Sequence[Node],
+    routines: Sequence[Routine],
+    node_of: npt.NDArray[np.int64],
+    buffers: Sequence[Buffer],
+    part: Part,
+    pass_blocks: int,
+) -> None:
+    """Flag the products that add (ADDS), and take the steps from the sums that they add.
+
+    `instructions` are in the order of SMs, and `node_of` has the node of each. A product leaves its sum alone if the
+    operands of both are more than ABI_MAX_INPUTS.
+    """
+    is_sum = np.array([_is_sum(node, routines[node.form], buffers, part.ranks) for node in nodes], np.bool_)[node_of]
+    if not is_sum.any():
+        return
+    adding = np.flatnonzero(is_sum[1:])  # the instructions right before sums
+    product, total = instructions[adding], instructions[adding + 1]
+    last = steps[product["first_step"] + np.maximum(product["n_steps"], 1) - 1]
+    added = steps[total["first_step"]]
+    multiplied, width = last["as"]["product"], product["params"]["N_tile"]
+    sends = np.uint32(InstructionFlag.SENDS) | other_ranks(part)
+    blocks = -(-(product["params"]["n_off"] % FRAGMENT_ROWS + width) // FRAGMENT_ROWS)
+    taken = (
+        (product["flags"] & sends == sends)
+        & (product["sm"] == total["sm"])
+        & (product["outputs"][:, 0] == total["inputs"][:, part.rank])
+        & (product["params"]["n_off"] == total["params"]["n_off"])
+        & (width == total["params"]["N_tile"])
+        & (added["out_numel"] == width * multiplied["rows"])
+        & (total["n_waits"] == 0)
+        & (product["n_inputs"] + part.ranks + 1 <= ABI_MAX_INPUTS)
+        & (multiplied["beside"] * multiplied["kblocks"] * 16 >= last["params"]["K"])
+        & (blocks <= pass_blocks)
+    )
+    places, ends = adding[taken], product["n_inputs"][taken]
+    operands = np.column_stack([total["inputs"][taken, : part.ranks], total["outputs"][taken, 0]])
+    instructions["inputs"][places[:, None], ends[:, None] + np.arange(part.ranks + 1)] = operands
+    instructions["n_inputs"][places] += part.ranks + 1
+    instructions["flags"][places] |= np.uint32(InstructionFlag.ADDS)
+    instructions["n_steps"][places + 1] = 0
+
+
+def _is_sum(node: Node, routine: Routine, buffers: Sequence[Buffer], ranks: int) -> bool:
+    """Whether a task only adds its columns of one input of each rank, in their order, and rounds as its output does."""
+    if len(routine.steps) != 1 or routine.steps[0].op is not InstructionKind.ALLREDUCE_SHARD:
+        return False
+    step = routine.steps[0]
+    return (
+        adds_columns(step, routine.form)
+        and step.args == tuple(range(ranks))
+        and step.out == 0
+        and step.result.dtype is buffers[node.outputs[0]].dtype
+    )
