@@ -11,6 +11,7 @@ import torch
 
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch, time_sessions
 from flywheel.decode.judge import Examined, Judge
+from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source
 from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.errors import GpuMemoryError
@@ -61,7 +62,7 @@ class CudaBench:
         gpu, *peers = open_gpus(ranks)
         prepare_torch()
         try:
-            weights = source.weights(dtype, seed, "cuda", formats)
+            weights = weights_for(source, dtype, seed, formats, [gpu, *peers])
             self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch, peers=peers)
             own = OracleWeights(source.spec, self._model.weights, TORCH_DTYPES[dtype], "cuda")
             self._judge: Final = Judge(own, dtype, context, default_positions(context), batch, seed)

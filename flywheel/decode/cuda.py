@@ -33,7 +33,7 @@ from flywheel.measure.latency import MeasuredLatency
 from flywheel.models.eager import LayerCache
 from flywheel.models.quantise import is_part
 from flywheel.models.spec import DecoderSpec, model_weight_key
-from flywheel.models.weights import bind
+from flywheel.models.weights import WeightsOnRequest, bind, bind_on_request
 from flywheel.process import sum_in_float32
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
@@ -72,8 +72,9 @@ class CudaModel:
     other's memory. Each GPU holds its part of the weights and caches. The first one also holds `weights` whole, for the
     oracle and for prompts.
 
-    `weights` are moved to the GPU and converted where necessary. Matrices are packed once, by `pack_matrices` or by the
-    first program that multiplies by them; other schedules of the model move nothing. Raises as `prepare_torch` does.
+    `weights` are moved to the GPU and converted where necessary. WeightsOnRequest, which have to be in `dtype` on the
+    first GPU, are not held: each GPU then has only its packed part. Matrices are packed once, by `pack_matrices` or by
+    the first program that multiplies by them; other schedules of the model move nothing. Raises as `prepare_torch`.
     """
 
     def __init__(
@@ -89,10 +90,14 @@ class CudaModel:
         self.lanes: Final = lanes
         self._homes: Final = [ModelOnGpu(each, dtype) for each in (gpu, *peers)]
         devices, wanted = [home.device for home in self._homes], TORCH_DTYPES[dtype]
-        self.weights: Final[Weights] = {
-            key: tensor.detach().to(devices[0], tensor.dtype if is_part(key) else wanted).contiguous()
-            for key, tensor in weights.items()
-        }
+        self.weights: Final[Weights] = (
+            weights
+            if isinstance(weights, WeightsOnRequest)
+            else {
+                key: tensor.detach().to(devices[0], tensor.dtype if is_part(key) else wanted).contiguous()
+                for key, tensor in weights.items()
+            }
+        )
         self.caches: Final[KvCaches | SharedCaches] = (
             SharedCaches(spec, dtype, context, devices, batch, _granules_of(granules, peers))
             if peers
@@ -162,7 +167,9 @@ class CudaModel:
                 f"{interface.lanes} lanes; the model on the GPU has {self.batch} times {self.context} in "
                 f"{self.dtype.name}, {self.lanes} lanes"
             )
-        whole, bound = as_whole(program, self.spec), bind(program, self.weights)
+        weights = self.weights
+        bound = bind_on_request(program, weights) if isinstance(weights, WeightsOnRequest) else bind(program, weights)
+        whole = as_whole(program, self.spec)
         taps = find_taps(whole.program, self.spec, interface)
         if isinstance(packed, PackedRanks):
             return CudaSession(self, self._load_ranks(packed, interface, bound, trace), whole, taps)

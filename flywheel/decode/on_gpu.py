@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from flywheel.decode.source import Source, Weights
 from flywheel.ir import Buffer, DType
+from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.models.quantise import kept_bytes
+from flywheel.models.weights import WeightsOnRequest
 from flywheel.plan import KernelVariant
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
@@ -24,6 +28,19 @@ _ALIGNMENT: Final = 16
 
 _PARTS: Final = 3
 """Tensors that make up one weight: a quantised matrix, its scales and its zero points."""
+
+
+_ROOM: Final = 0.9
+"""The part of a GPU's memory that weights may take; caches, activations and kernels share the rest."""
+
+
+def weights_for(source: Source, dtype: DType, seed: int, formats: WeightFormats, gpus: Sequence[Gpu]) -> Weights:
+    """A model's weights on the first of its GPUs, whole if they fit there beside the packed part that each GPU holds.
+    Otherwise they are made on request, if they are not quantised. Raises as `Source.weights`."""
+    nbytes = kept_bytes(source.spec, formats, dtype)
+    if formats == PLAIN and nbytes + nbytes / len(gpus) > _ROOM * gpus[0].total_bytes:
+        return source.weights_on_request(dtype, seed, "cuda")
+    return source.weights(dtype, seed, "cuda", formats)
 
 
 def torch_device(gpu: Gpu) -> torch.device:
@@ -78,9 +95,11 @@ class ModelOnGpu:
         """Place the weights. Row-major ones stay torch's if they are aligned and on this GPU; matrices are packed if
         they are not yet."""
         for name, buffer, layout in needed_weights(packed):
+            if layout is not Layout.ROWS or isinstance(bound, WeightsOnRequest):
+                continue
             tensor = bound[buffer.name]
             here = tensor.device == self.device and tensor.is_contiguous()
-            if layout is Layout.ROWS and here and tensor.data_ptr() % _ALIGNMENT == 0:
+            if here and tensor.data_ptr() % _ALIGNMENT == 0:
                 self.resident.borrow(name, tensor.data_ptr())
         held: deque[Tensor] = deque(maxlen=_PARTS)  # keeps them alive until they are put
 

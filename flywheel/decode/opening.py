@@ -29,13 +29,14 @@ def open_session(
         weights = source.weights(dtype, seed, formats=formats)
         return ReferenceSession(program, source.spec, weights, order=order, seed=seed, granules=HostGranules()), weights
     from flywheel.decode.cuda import CudaModel, prepare_torch
+    from flywheel.decode.on_gpu import weights_for
     from flywheel.vm.gpu.peers import open_gpus
 
     prepare_torch()
 
     def load() -> tuple[JudgedSession, Weights]:
-        weights = source.weights(dtype, seed, "cuda", formats)
         gpu, *peers = open_gpus(program.ranks)
+        weights = weights_for(source, dtype, seed, formats, [gpu, *peers])
         model = CudaModel(
             gpu, source.spec, dtype, interface.context, weights, interface.batch, gpu.granules(), peers,
             lanes=interface.lanes,

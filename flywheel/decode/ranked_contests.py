@@ -15,6 +15,7 @@ from flywheel.decode.contestants import OURS, Record, Runner, judge_session, mem
 from flywheel.decode.cuda import CudaModel, prepare_torch
 from flywheel.decode.judge import Judge
 from flywheel.decode.lineup import Plan, Rival
+from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.ranked_rivals import WARMUP, Behind, RankedRival, RankedWork
 from flywheel.decode.source import Source, Weights
 from flywheel.decode.verify import default_positions, judge_free
@@ -41,7 +42,7 @@ class RankedContests:
         self._gpus, self._source, self._dtype, self._seed, self._say = gpus, source, dtype, seed, say
         self._formats = formats
         with memory_named(source.name):
-            self._weights: Final[Weights] = source.weights(dtype, seed, "cuda", formats)
+            self._weights: Final[Weights] = weights_for(source, dtype, seed, formats, gpus)
 
     def hold(
         self, program: MegakernelProgram, context: int, rivals: Sequence[Rival], read_gbs: float, plan: Plan,

@@ -185,10 +185,9 @@ def _make_step(
 
 
 def _weights_of(source: Source, shard: Shard, work: RankedWork, device: str) -> FusedWeights:
-    whole = dict(source.weights(work.dtype, work.seed, device))
     kept: dict[str, Tensor] = {}
-    for key in list(whole):
-        kept |= shard.keep(key, whole.pop(key))
+    for key, whole in source.weights_on_request(work.dtype, work.seed, device).items():
+        kept |= shard.keep(key, whole)
     return fuse(shard.spec, kept)
 
 

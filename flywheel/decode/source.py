@@ -20,8 +20,8 @@ from flywheel.models.graph import scales_of
 from flywheel.models.hf import load_scheme
 from flywheel.models.quantise import keeping, kept_bytes, same_layouts, typed
 from flywheel.models.schemes import Scheme
-from flywheel.models.spec import DecoderSpec, layer_weight_key
-from flywheel.models.weights import checkpoint_tensors
+from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
+from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_on_request
 from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
@@ -73,6 +73,16 @@ class Source:
             raise UsageError(f"{self.name}: its checkpoint is {has}; weights {asked} would quantise it once more")
         scales = DType.F32 if own.usual is None else own.usual.scale_dtype(dtype)
         return {key: typed(key, tensor, dtype, scales).to(device) for key, tensor in self.stored.items()}
+
+    def weights_on_request(self, dtype: DType, seed: int, device: str) -> WeightsOnRequest:
+        """The same for unquantised weights, each made when it is asked for: read from the checkpoint, or drawn. The
+        embedding is held."""
+        if self.stored is None:
+            return random_on_request(self.spec, seed, TORCH_DTYPES[dtype], device)
+        stored, wanted = self.stored, TORCH_DTYPES[dtype]
+        return WeightsOnRequest(
+            stored, lambda key: stored[key].to(device, wanted).contiguous(), [model_weight_key(self.spec, "embed")]
+        )
 
     def _quantised(self, dtype: DType, seed: int, device: str, formats: WeightFormats) -> Weights:
         """Quantise matrix by matrix, so that only the quantised ones must fit into memory together."""

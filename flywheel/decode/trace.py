@@ -11,6 +11,7 @@ import torch
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.interface import read_interface
 from flywheel.decode.judge import Examined, Judge
+from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source
 from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.errors import GpuMemoryError, MismatchError, UsageError
@@ -58,7 +59,7 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
     gpu, *peers = open_gpus(program.ranks)
     try:
         formats = formats_of_program(program, interface.dtype)
-        weights = source.weights(interface.dtype, seed, "cuda", formats)
+        weights = weights_for(source, interface.dtype, seed, formats, [gpu, *peers])
         own = OracleWeights(source.spec, weights, TORCH_DTYPES[interface.dtype], "cuda")
         positions = (*default_positions(interface.context), place)
         made = Judge(own, interface.dtype, interface.context, positions, interface.batch, seed)

@@ -29,7 +29,7 @@ from flywheel.models.spec import (
     layer_weight_shapes,
     model_weight_key,
 )
-from flywheel.models.weights import checkpoint_tensors
+from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors
 
 _PREFILL_CHUNK: Final = 256  # tokens; bounds the scores to [n_heads, 256, context]
 
@@ -48,6 +48,10 @@ class Layer:
     held: Mapping[str, Tensor]
     parts: Mapping[str, _Parts]
     wide: torch.dtype
+
+    def makes(self, role: str) -> bool:
+        """Whether a weight takes memory of its own at each access."""
+        return role in self.parts or isinstance(self.held, WeightsOnRequest)
 
     def __getitem__(self, role: str) -> Tensor:
         return dequantise(*self.parts[role], self.wide) if role in self.parts else self.held[role]
@@ -70,13 +74,17 @@ class OracleWeights:
 
     `given` has the keys of `checkpoint_tensors(spec)`. Weights are moved to `device` and converted to `dtype` (float16,
     bfloat16, float32 or float64), and not copied if they have both. A quantised matrix has its codes' values, not
-    rounded; a layer's matrices are made on each request. Raises WeightsError for a missing or misshapen weight.
+    rounded; a layer's matrices are made on each request. So are all of its weights if `given` are WeightsOnRequest.
+    Raises WeightsError for a missing or misshapen weight.
     """
 
     def __init__(
         self, spec: DecoderSpec, given: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
+        made = isinstance(given, WeightsOnRequest)
         for key, shape in checkpoint_tensors(spec).items():
+            if made and key in given:
+                continue  # to look at it is to make it
             codes = given.get(codes_of(key))
             found = shape_of(codes) if codes is not None else tuple(given[key].shape) if key in given else None
             if found != shape:
@@ -88,6 +96,10 @@ class OracleWeights:
 
         def layer(index: int) -> Layer:
             held = {role: layer_weight_key(role, index) for role in layer_weight_shapes(spec)}
+            if made:
+                return Layer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
+            if made:
+                return Layer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
             parts = {role: _parts(given, key, device) for role, key in held.items() if codes_of(key) in given}
             return Layer({role: own(key) for role, key in held.items() if role not in parts}, parts, self.wide)
 

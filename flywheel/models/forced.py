@@ -134,7 +134,7 @@ class _Layers:
         return torch.stack([self.own.layers[layer][role] for layer in self.layers])[:, None]
 
     def _product(self, x: Tensor, role: str) -> Tensor:
-        if role in self.own.layers[self.layers[0]].parts:  # one layer at a time, since they are wide
+        if self.own.layers[self.layers[0]].makes(role):  # one layer at a time, for its memory
             return torch.cat([_product(x[place, None], [self.own.layers[layer][role]])
                               for place, layer in enumerate(self.layers)])  # fmt: skip
         return _product(x, [self.own.layers[layer][role] for layer in self.layers])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from math import prod, sqrt
@@ -56,6 +56,36 @@ _LAST_SHIFT: Final = 31
 _WORD_BITS: Final = 64
 
 
+class WeightsOnRequest(Mapping[str, Tensor]):
+    """Weights that `make` makes at each access and that nobody holds afterwards, for a model whose weights exceed a
+    GPU's memory. Those in `held` are made once."""
+
+    def __init__(
+        self, keys: Collection[str], make: Callable[[str], Tensor], held: Collection[str] = frozenset()
+    ) -> None:
+        self._keys, self._make = dict.fromkeys(keys), make
+        self._held: dict[str, Tensor | None] = dict.fromkeys(held)
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self._keys:
+            raise KeyError(key)
+        found = self._held.get(key)
+        if found is None:
+            found = self._make(key)
+            if key in self._held:
+                self._held[key] = found
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 def checkpoint_tensors(spec: DecoderSpec) -> dict[str, Shape]:
     """State-dict key -> shape of every weight of `spec`. Matrices are [N_out, K_in]; a tied head is absent."""
     return {key: shape for key, _, shape in _tensors(spec)}
@@ -89,13 +119,29 @@ def random_weights(
     """
 
     def draw(tensor: tuple[str, str, Shape]) -> Mapping[str, Tensor]:
-        key, role, shape = tensor
-        return keep(key, draw_uniform(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device))
+        return keep(tensor[0], _drawn(spec, seed, tensor, dtype, device))
 
     if torch.device(device).type != "cpu":
         return _together(map(draw, _tensors(spec)))
     with ThreadPoolExecutor(usable_cores()) as pool:
         return _together(pool.map(draw, _tensors(spec)))
+
+
+def random_on_request(
+    spec: DecoderSpec, seed: int, dtype: torch.dtype, device: torch.device | str
+) -> WeightsOnRequest:
+    """The tensors of `random_weights`, each drawn when it is asked for. The embedding is held."""
+    tensors = {tensor[0]: tensor for tensor in _tensors(spec)}
+    return WeightsOnRequest(
+        tensors, lambda key: _drawn(spec, seed, tensors[key], dtype, device), [model_weight_key(spec, "embed")]
+    )
+
+
+def _drawn(
+    spec: DecoderSpec, seed: int, tensor: tuple[str, str, Shape], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    key, role, shape = tensor
+    return draw_uniform(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device)
 
 
 def _together(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -170,16 +216,35 @@ def bind(program: MegakernelProgram, weights: Mapping[str, Tensor], cast: bool =
     """
     converted: dict[tuple[str, DType], Tensor] = {}
     bound = {}
-    for buffer in program.buffers:
-        if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST):
-            source = buffer.source
-            if source is None or source not in weights:
-                wanted = "it has no source" if source is None else f"no tensor is called {source!r}"
-                raise WeightsError(f"buffer {buffer.name!r}: {wanted}")
-            if (source, buffer.dtype) not in converted:
-                converted[source, buffer.dtype] = _as_typed(buffer, weights[source], cast)
-            bound[buffer.name] = _as_shaped(buffer, converted[source, buffer.dtype])
+    for buffer in _filled(program):
+        source = _source_of(buffer, weights)
+        if (source, buffer.dtype) not in converted:
+            converted[source, buffer.dtype] = _as_typed(buffer, weights[source], cast)
+        bound[buffer.name] = _as_shaped(buffer, converted[source, buffer.dtype])
     return bound
+
+
+def bind_on_request(program: MegakernelProgram, weights: WeightsOnRequest) -> WeightsOnRequest:
+    """As `bind`, by tensors that are made at each access. Raises WeightsError for a missing tensor at once, and for one
+    of another shape or dtype when it is made."""
+    buffers = {buffer.name: buffer for buffer in _filled(program)}
+    sources = {name: _source_of(buffer, weights) for name, buffer in buffers.items()}
+
+    def make(name: str) -> Tensor:
+        return _as_shaped(buffers[name], _as_typed(buffers[name], weights[sources[name]], cast=False))
+
+    return WeightsOnRequest(buffers, make)
+
+
+def _filled(program: MegakernelProgram) -> Iterator[Buffer]:
+    return (buffer for buffer in program.buffers if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST))
+
+
+def _source_of(buffer: Buffer, weights: Mapping[str, Tensor]) -> str:
+    if buffer.source is None or buffer.source not in weights:
+        wanted = "it has no source" if buffer.source is None else f"no tensor is called {buffer.source!r}"
+        raise WeightsError(f"buffer {buffer.name!r}: {wanted}")
+    return buffer.source
 
 
 def stored_shape(dtype: DType, shape: Shape) -> Shape:

@@ -3,14 +3,16 @@ from __future__ import annotations
 import json
 import weakref
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from flywheel import process
-from flywheel.decode.source import open_source
+from flywheel.decode.on_gpu import weights_for
+from flywheel.decode.source import Source, open_source
 from flywheel.errors import TooLargeError, UnknownNameError, WeightsError
 from flywheel.ir import DType
 from flywheel.models import weights
@@ -46,6 +48,39 @@ def test_a_directory_without_weights_gets_random_ones_of_the_seed(folder: Path) 
     assert first.keys() == checkpoint_tensors(source.spec).keys()
     assert torch.equal(first["lm_head.weight"], again["lm_head.weight"])
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_weights_on_request_are_the_weights(stored: bool, folder: Path) -> None:
+    if stored:
+        stored_in(folder, torch.float16)
+    source = open_source(str(folder))
+    made, whole = source.weights_on_request(DType.BF16, 3, "cpu"), source.weights(DType.BF16, 3)
+    assert set(made) == set(whole)
+    for key, tensor in whole.items():
+        assert made[key].dtype == torch.bfloat16 and torch.equal(made[key], tensor)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "gpus", "formats", "whole"),
+    [
+        (80, 1, "bf16", True),  # 16.1 GB, and 16.1 packed
+        (35, 1, "bf16", False),
+        (35, 2, "bf16", True),  # 16.1, and 8.0 of each GPU
+        (26, 2, "bf16", False),
+        (35, 1, "int4", True),
+        (8, 1, "int4", True),  # quantised ones stay whole, and there is no memory for them
+    ],
+)
+def test_weights_that_do_not_fit_beside_their_packed_part_are_made_on_request(
+    gigabytes: int, gpus: int, formats: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("weights", "weights_on_request"):
+        monkeypatch.setattr(Source, name, lambda self, *_, name=name: asked.append(name) or {})
+    memory = cast(list[Gpu], [SimpleNamespace(total_bytes=gigabytes * 10**9)] * gpus)
+    weights_for(open_source("llama3-8b"), DType.BF16, 0, parse_formats(formats, "bf16"), memory)
+    assert asked == ["weights" if whole else "weights_on_request"]
 
 
 @pytest.mark.parametrize("name", ["", "config.json"])

@@ -87,7 +87,7 @@ def emulated_ranks(
             stack.enter_context(patch(place, made))
         model = stack.enter_context(
             CudaModel(
-                gpus[0], spec, interface.dtype, interface.context, dict(weights), interface.batch, granules, gpus[1:]  # type: ignore[arg-type]
+                gpus[0], spec, interface.dtype, interface.context, weights, interface.batch, granules, gpus[1:]  # type: ignore[arg-type]
             )
         )
         yield stack.enter_context(model.load(program, trace=trace))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.verify import verify
 from flywheel.errors import LaunchTimeoutError
-from flywheel.models.weights import random_weights
+from flywheel.models.weights import WeightsOnRequest, random_on_request, random_weights
 from flywheel.report.traced import exchange_times
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Memory
@@ -51,6 +53,27 @@ def test_a_gpu_with_other_weights_fails_the_verdict(session: CudaSession) -> Non
     matrix = next(buffer for buffer in other.packed.program.buffers if buffer.name.startswith("L0.o_proj"))
     other.gpu.fill(Memory(other.address(matrix.name), matrix.nbytes), 0)
     assert not verify(session, WEIGHTS, POSITIONS).passed
+
+
+def test_gpus_that_hold_nothing_but_their_parts_decode_the_same(session: CudaSession) -> None:
+    drawn = random_on_request(QWEN, 0, TORCH_DTYPES[DTYPE], "cpu")
+    made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def make(key: str) -> torch.Tensor:
+        tensor = drawn[key]
+        made.append((key, weakref.ref(tensor)))
+        return tensor
+
+    weights = WeightsOnRequest(drawn, make)
+    request = Request((3, 5, 7, 2), 6)
+    with emulated_ranks(peers(), lowered(QWEN, 2, 1, by_data=True), QWEN, weights) as alone:
+        found = generate(alone, request).token_ids
+        verdict = verify(alone, weights, POSITIONS)
+    assert found == generate(session, request).token_ids
+    assert verdict.passed, verdict.reason
+    assert {key for key, _ in made} == set(WEIGHTS)
+    gc.collect()
+    assert {key for key, tensor in made if tensor() is not None} <= {"model.embed_tokens.weight"}
 
 
 def test_two_gpus_decode_what_the_reference_vm_does(session: CudaSession) -> None:

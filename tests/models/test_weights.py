@@ -13,10 +13,20 @@ from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import bind, checkpoint_tensors, random_weights, random_words
+from flywheel.models.weights import (
+    WeightsOnRequest,
+    bind,
+    bind_on_request,
+    checkpoint_tensors,
+    random_on_request,
+    random_weights,
+    random_words,
+)
 
 SPEC = DecoderSpec("tiny", "qwen2", 64, 96, 2, 4, 2, 16, 160, 1e4, 1e-5, 64, qkv_bias=True)
 QWEN3 = DecoderSpec("tiny-qwen3", "qwen3", 256, 512, 2, 4, 2, 64, 500, 1e4, 1e-6, 64, qk_norm=True, tied_head=True)
+
+X = BufferKind.ACTIVATION, DType.F32, (8,)
 
 
 def weight_buffers(*buffers: Buffer) -> MegakernelProgram:
@@ -53,6 +63,27 @@ def test_random_weights_are_the_same_everywhere() -> None:
         -0.21180032193660736,
     ]
     assert torch.equal(drawn.to(torch.bfloat16), random_weights(SPEC, seed=0)[key])
+
+
+def test_weights_on_request_are_the_same_and_only_the_embedding_is_held() -> None:
+    made = random_on_request(SPEC, 0, torch.float16, "cpu")
+    whole = random_weights(SPEC, seed=0, dtype=torch.float16)
+    assert (set(made), len(made)) == (set(whole), len(whole))
+    assert all(torch.equal(made[key], tensor) for key, tensor in whole.items())
+    assert {key for key in made if made[key] is made[key]} == {"model.embed_tokens.weight"}
+    assert "w" not in made and made.get("w") is None
+
+
+def test_buffers_are_bound_on_request_to_the_parts_that_bind_finds() -> None:
+    made = WeightsOnRequest(["a", "b"], {"a": torch.arange(8.0), "b": torch.ones(4).half()}.__getitem__)
+    part = dataclasses.replace(weight("a", shape=(3,)), part=(0, 2))
+    bound = bind_on_request(weight_buffers(part, weight("b", number=1), Buffer(2, "x", *X)), made)
+    assert set(bound) == {"w0", "w1"}
+    assert bound["w0"].tolist() == [2.0, 3.0, 4.0]
+    with pytest.raises(WeightsError, match=r"buffer 'w1' is torch.float32, its tensor 'b' is torch.float16"):
+        bound["w1"]
+    with pytest.raises(WeightsError, match=r"buffer 'w0': no tensor is called 'c'"):
+        bind_on_request(weight_buffers(weight("c")), made)
 
 
 def test_random_words_are_those_of_splitmix64() -> None:
