@@ -14,8 +14,8 @@ class Footprint:
     """Bytes of a decode step: weights, packed once; KV caches of every sequence; and the largest workspace, with memory
     of its own for each operation's result.
 
-    It leaves out memory beside the program: CUDA's context, and torch's copy of the weights, which this version keeps
-    while it checks logits.
+    It leaves out memory beside the program: CUDA's context, and torch's copy of the weights, which is whole where there
+    is room for it, and otherwise one matrix at a time.
     """
 
     weight_bytes: int
