@@ -10,7 +10,6 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from flywheel.decode.caches import Caches
@@ -56,6 +55,8 @@ class Prefill:
         self._embed = weights[model_weight_key(spec, "embed")]
         self._layers = [_Layer(weights, layer, self._embed.dtype) for layer in range(spec.n_layers)]
         self._frequencies = rope_frequencies(spec).to(self._embed.device)
+        if self._embed.is_cuda:
+            _mask_of_last(1, 2)  # imports now what a prompt would wait for
 
     @torch.no_grad()
     def __call__(self, token_ids: Sequence[int], caches: Caches, row: int = 0, start: int = 0) -> None:
@@ -107,11 +108,23 @@ class Prefill:
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """q [S, n_heads, head_dim] of the last S of T tokens; keys, values [n_kv_heads, T, head_dim]. Each token sees
     itself and those before -> [S, n_heads * head_dim]."""
-    seen = causal_lower_right(len(q), keys.shape[1])
+    whole = len(q) == keys.shape[1]
     mixed = scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, enable_gqa=q.shape[1] > keys.shape[0]
+        q.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=None if whole else _mask_of_last(len(q), keys.shape[1]),
+        is_causal=whole,
+        enable_gqa=q.shape[1] > keys.shape[0],
     )
     return mixed[0].transpose(0, 1).reshape(len(q), -1)
+
+
+def _mask_of_last(queries: int, tokens: int) -> Tensor:
+    """Of the last `queries` of `tokens` tokens: each sees itself and those before."""
+    from torch.nn.attention.bias import causal_lower_right  # with torch._dynamo, which takes a second
+
+    return causal_lower_right(queries, tokens)
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
