@@ -31,7 +31,7 @@ from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
 from flywheel.vm.gpu.pinned import HostWord, HostWords
 
 FLAGS: Final = (
-    "-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w",
+    "-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w",
 )  # fmt: skip
 ARCH_MACROS: Final = {"sm_80": "800", "sm_90a": "900"}
 WHY_BYTES: Final = 256
