@@ -93,6 +93,16 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
+def empty_tracking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty tracking file, to be copied: MLflow takes two seconds to make one."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("tracking") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Server]:
     """A PostgreSQL server of this session's own; without its programs, every test that wants it fails."""
     from postgres_server import MISSING, Server, find_binaries

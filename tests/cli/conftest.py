@@ -30,13 +30,18 @@ def invoke(*arguments: object, stdin: str | None = None) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin)
 
 
+def quieten(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """No options from outside, and that working directory."""
+    for name in [name for name in os.environ if name.startswith("FLYWHEEL_")]:
+        patch.delenv(name)
+    patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    patch.chdir(folder)
+
+
 @pytest.fixture(autouse=True)
 def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No options from outside, and a working directory of its own."""
-    for name in [name for name in os.environ if name.startswith("FLYWHEEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.chdir(tmp_path)
+    quieten(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.conftest import quieten
 from click.testing import Result
 from patience import HANG_S
 
@@ -81,6 +83,23 @@ def searches() -> Iterator[Callable[..., tuple[dict[str, Any], str]]]:
     for parent in started:
         for process in processes("--pid", parent):
             os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture
+def tracking(empty_tracking: Path, quiet_environment: None) -> str:
+    """An empty tracking file here."""
+    shutil.copy(empty_tracking, "m.db")
+    return f"sqlite:///{Path.cwd() / 'm.db'}"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a search without a mirror finds."""
+    command = [sys.executable, "-m", "flywheel", *SEARCH, "--store", "plain.db", "--trials", "6"]
+    with pytest.MonkeyPatch.context() as patch:
+        quieten(patch, tmp_path_factory.mktemp("plain"))
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S)
+    return facts(json.loads(done.stdout))
 
 
 def processes(option: str, value: int) -> list[int]:
@@ -165,17 +184,17 @@ def test_a_tracking_uri_that_is_none_ends_a_search_before_it_starts(run: Run) ->
 
 @pytest.mark.parametrize("kind", ["dead", "hung"])
 def test_nothing_waits_for_a_server_that_does_not_answer_and_nothing_is_lost(
-    kind: str, request: pytest.FixtureRequest, run: Run, searches: Callable[..., tuple[dict[str, Any], str]]
-) -> None:
-    plain, _ = searches("plain.db", "--trials", "6")
+    kind: str, request: pytest.FixtureRequest, run: Run, searches: Callable[..., tuple[dict[str, Any], str]],
+    plain: dict[str, Any], tracking: str,
+) -> None:  # fmt: skip
     options = ("--trials", "6", "--mlflow", "all", "--tracking-uri", request.getfixturevalue(kind))
     mirrored, said = searches("mirrored.db", *options)
     assert said.startswith(f"flywheel: MLflow {options[-1]}: does not answer: ")
     assert said.index("the search goes on without it") < said.index("trial ")
-    assert facts(mirrored) == facts(plain)
-    result = run("mlflow", "sync", "--children", "all", "--store", "mirrored.db", "--tracking-uri", "sqlite:///m.db")
+    assert facts(mirrored) == plain
+    result = run("mlflow", "sync", "--children", "all", "--store", "mirrored.db", "--tracking-uri", tracking)
     assert result.exit_code == 0, result.stderr
-    assert sorted(runs("sqlite:///m.db")) == ["c", *(f"trial {trial}" for trial in range(6))]
+    assert sorted(runs(tracking)) == ["c", *(f"trial {trial}" for trial in range(6))]
 
 
 def trials(store: str) -> int:
@@ -183,14 +202,15 @@ def trials(store: str) -> int:
         return len(opened.trials("c"))
 
 
-def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made_up_for(run: Run) -> None:
-    uri = f"sqlite:///{Path.cwd() / 'server.db'}"
+def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made_up_for(
+    run: Run, tracking: str
+) -> None:
     port = free_port()
     options = ("--store", "s.db", "--trials", "100000", "--sampler", "random", "--mlflow", "kept", "--tracking-uri")
-    with serve(uri, port, lambda: False) as (address, _):
+    with serve(tracking, port, lambda: False) as (address, _):
         command = [sys.executable, "-m", "flywheel", *SEARCH, *options, address]
         search = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        until(lambda: "trial 0" in runs(uri))
+        until(lambda: "trial 0" in runs(tracking))
         os.killpg(os.getpgid(processes("--port", port)[0]), signal.SIGKILL)
     before = trials("s.db")
     until(lambda: trials("s.db") >= before + 10)
@@ -203,7 +223,7 @@ def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made
         os.kill(process, signal.SIGKILL)
     found = json.loads(out)
     assert found["trials"] == trials("s.db")
-    with serve(uri, port, lambda: False) as (address, _):
+    with serve(tracking, port, lambda: False) as (address, _):
         assert run("mlflow", "sync", "--store", "s.db", "--tracking-uri", address).exit_code == 0
         again = run("mlflow", "sync", "--store", "s.db", "--tracking-uri", address)
         assert again.stdout.endswith("nothing was missing\n")
@@ -233,13 +253,11 @@ def mirrors_of(store: str) -> list[int]:
 
 
 def test_the_mirror_beside_a_search_follows_it_to_its_end_and_ends(
-    searches: Callable[..., tuple[dict[str, Any], str]]
+    searches: Callable[..., tuple[dict[str, Any], str]], tracking: str
 ) -> None:
-    uri = f"sqlite:///{Path.cwd() / 'm.db'}"
-    assert runs(uri) == {}  # there before the mirror looks: making the tables is for one process at a time
-    searches("trials.db", "--trials", "8", "--mlflow", "none", "--tracking-uri", uri)
-    until(lambda: "c" in runs(uri) and runs(uri)["c"].info.status == "FINISHED")
-    assert list(runs(uri)) == ["c"]
-    assert runs(uri)["c"].data.tags["flywheel.trials"] == "8"
+    searches("trials.db", "--trials", "8", "--mlflow", "none", "--tracking-uri", tracking)
+    until(lambda: "c" in runs(tracking) and runs(tracking)["c"].info.status == "FINISHED")
+    assert list(runs(tracking)) == ["c"]
+    assert runs(tracking)["c"].data.tags["flywheel.trials"] == "8"
     files = {path.name for path in Path("mlflow-artifacts").rglob("*")}
     assert {"best_schedule.json", "report.html"} <= files

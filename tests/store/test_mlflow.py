@@ -38,19 +38,9 @@ NOTE = "mlflow.note.content"
 VIEWS = Views(knobs, files)
 
 
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty tracking file: MLflow takes seconds to make one."""
-    from mlflow import MlflowClient
-
-    path = tmp_path_factory.mktemp("template") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
-def uri(template: Path, tmp_path: Path) -> str:
-    shutil.copy(template, tmp_path / "mlflow.db")
+def uri(empty_tracking: Path, tmp_path: Path) -> str:
+    shutil.copy(empty_tracking, tmp_path / "mlflow.db")
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
@@ -133,7 +123,7 @@ def test_syncing_twice_changes_nothing(uri: str, rows: list[TrialRecord], make_c
 
 
 def test_a_mirror_that_grew_with_the_campaign_is_the_one_that_is_rebuilt_at_its_end(
-    uri: str, template: Path, tmp_path: Path, rows: list[TrialRecord], make_campaign: Campaigns
+    uri: str, empty_tracking: Path, tmp_path: Path, rows: list[TrialRecord], make_campaign: Campaigns
 ) -> None:
     campaign, mirror = make_campaign(), Mirror(uri)
     for count in range(len(rows) + 1):
@@ -141,7 +131,7 @@ def test_a_mirror_that_grew_with_the_campaign_is_the_one_that_is_rebuilt_at_its_
     assert by_name(uri)["first"][0] == "RUNNING"
     mirror.sync(campaign, rows, "kept", VIEWS)
     (tmp_path / "other").mkdir()
-    shutil.copy(template, tmp_path / "other" / "mlflow.db")
+    shutil.copy(empty_tracking, tmp_path / "other" / "mlflow.db")
     fresh = f"sqlite:///{tmp_path / 'other' / 'mlflow.db'}"
     Mirror(fresh).sync(campaign, rows, "kept", VIEWS)
     grown, rebuilt = everything(uri), everything(fresh)
