@@ -47,13 +47,14 @@ class Dashboard:
 
 
 @pytest.fixture(scope="module")
-def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+def dashboard(tmp_path_factory: pytest.TempPathFactory, empty_tracking: Path) -> Iterator[Dashboard]:
     """Of a store with one campaign, `small`, in a folder full of traps. Ctrl-C ends it, and its server with it.
 
     Its tracking file's name stands for a password: it is told by the environment.
     """
     folder, outside = tmp_path_factory.mktemp("dashboard"), tmp_path_factory.mktemp("installed")
     command, sprung = lay_traps(folder, outside)
+    shutil.copy(empty_tracking, outside / "s3cret.db")
     search = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1")
     subprocess.run(
         [*command, *search, "--trials", "24", "--name", "small", "--store", "trials.db"],

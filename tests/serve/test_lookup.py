@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import sample
 
 from flywheel.decode.made import Made
 from flywheel.decode.sampling import GREEDY, Sampling
@@ -45,7 +46,7 @@ def test_answers_are_those_of_no_lookup(plain: Decoder, guessing: Decoder) -> No
 
 def test_words_that_end_a_text_among_accepted_guesses_end_it(plain: Decoder, guessing: Decoder) -> None:
     whole = plain.complete(CHANGED, max_tokens=60, sampling=GREEDY)
-    for start in range(0, len(whole.text) - 2, 3):
+    for start in sample(range(0, len(whole.text) - 2, 3)):
         stop = [whole.text[start : start + 2]]
         found = guessing.complete(CHANGED, max_tokens=60, stop=stop)
         assert found == plain.complete(CHANGED, max_tokens=60, stop=stop)

@@ -263,8 +263,7 @@ def _with_waits_dropped(graph: MpkGraph, every: int) -> MpkGraph:
     return replace(graph, tasks=tasks)
 
 
-@pytest.mark.parametrize("workers", [None, 128])
-@pytest.mark.parametrize("every", sample([10**6, 180, 1], 2))
+@pytest.mark.parametrize(("every", "workers"), pairs(sample([10**6, 180, 1], 2), [128, None]))
 def test_twenty_thousand_tasks_take_the_work_of_about_a_second_racy_or_not(
     graph: Graphs, every: int, workers: int | None
 ) -> None:
