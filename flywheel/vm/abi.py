@@ -59,7 +59,7 @@ class InstructionFlag(IntFlag):
     """What its last step, a matrix step, stores as output 0 goes to those GPUs, too."""
     ADDS = 1024
     """With SENDS: it then adds all ranks' shards of its columns. Behind its own inputs are the shards, in the order of
-    ranks, and last the sum. The instruction after it, which stands for the sum, has no steps."""
+    ranks, and last the sum."""
 
 
 PEERS_SHIFT: Final = 16

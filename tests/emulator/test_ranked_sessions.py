@@ -101,8 +101,11 @@ def test_a_launch_that_is_stopped_leaves_a_session_that_can_be_used(session: Cud
     assert torch.equal(session.step(3, 0).logits, before.logits)
 
 
-def test_a_trace_of_two_gpus_has_the_tasks_of_both_and_what_their_sums_wait_for() -> None:
-    with emulated_ranks(peers(), lowered(QWEN, 2, 1, by_data=True), QWEN, WEIGHTS, trace=True) as session:
+@pytest.mark.parametrize("columns", [16, 32])
+def test_a_trace_of_two_gpus_has_the_tasks_of_both_and_what_their_sums_wait_for(columns: int) -> None:
+    """With 32 columns, products add the shards."""
+    program = lowered(QWEN, 2, 1, by_data=True, columns=columns)
+    with emulated_ranks(peers(), program, QWEN, WEIGHTS, trace=True) as session:
         session.step(3, 0)
         trace = session.read_trace()
     assert trace.sms == 4 and {traced.sm for traced in trace.tasks} == set(range(4))

@@ -208,6 +208,7 @@ def _packed(
         fixed_position=None,
         part=None,
         arrivals=ABSENT,
+        sums={},
         lanes=1,
         **parts,
     )

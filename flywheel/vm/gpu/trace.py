@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flywheel.errors import TraceError
 from flywheel.ir import Task
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.vm.abi import InstructionFlag, Stamp
+from flywheel.vm.abi import Stamp
 from flywheel.vm.pack import PackedProgram
 
 Stamps = npt.NDArray[np.uint64]
@@ -143,17 +143,18 @@ def read_stamps(packed: PackedProgram, stamps: Stamps, waits: Waits) -> LaunchTr
     if not len(instructions):
         raise TraceError("trace: the program has no tasks")
     _check_passed(packed, stamps)
-    stamps = _with_sums(packed, stamps)
     _check_order(packed, stamps)
     passed = stamps > 0
     times = np.where(passed, stamps - stamps[passed].min(), 0).astype(np.int64)
     tasks, sms = packed.program.tasks, instructions["sm"].tolist()
-    traced = [
-        _traced(tasks[place], sm, row, there)
-        for place, sm, row, there in zip(
-            instructions["task"].tolist(), sms, times.tolist(), passed.tolist(), strict=True
-        )
-    ]
+    traced = []
+    rows = zip(instructions["task"].tolist(), sms, times.tolist(), passed.tolist(), strict=True)
+    for index, (place, sm, row, there) in enumerate(rows):
+        total = packed.sums.get(index)
+        if total is None:
+            traced.append(_traced(tasks[place], sm, row, there))
+        else:
+            traced += _with_sum(tasks[place], tasks[total], sm, row, there)
     stalled, starved = waits.mean(axis=0).tolist()
     return LaunchTrace(tuple(traced), len(packed.queues) - 1, stalled, starved)
 
@@ -192,19 +193,6 @@ def _multiplies(packed: PackedProgram) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _with_sums(packed: PackedProgram, stamps: Stamps) -> Stamps:
-    """The stamps with the time that products spend on sums (InstructionFlag.ADDS) given to the sums."""
-    adding = np.flatnonzero(packed.instructions["flags"] & np.uint32(InstructionFlag.ADDS))
-    if not len(adding):
-        return stamps
-    moved = stamps.copy()
-    moved[adding + 1, Stamp.STORED] = stamps[adding, Stamp.DONE]
-    for stamp in (Stamp.CURRENT, Stamp.READY):
-        moved[adding + 1, stamp] = stamps[adding, Stamp.STORED]
-    moved[adding, Stamp.DONE] = stamps[adding, Stamp.STORED]
-    return moved
-
-
 def _check_order(packed: PackedProgram, stamps: Stamps) -> None:
     latest = stamps[:, Stamp.CURRENT]
     for stamp in list(Stamp)[1:]:
@@ -224,6 +212,16 @@ def _refuse(packed: PackedProgram, wrong: npt.NDArray[np.bool_], why: str) -> No
     instruction = packed.instructions[int(np.flatnonzero(wrong)[0])]
     others = f" (and {int(wrong.sum()) - 1} more)" if wrong.sum() > 1 else ""
     raise TraceError(f"trace: {packed.label(instruction['task'])} on SM {instruction['sm']} {why}{others}")
+
+
+def _with_sum(product: Task, total: Task, sm: int, times_ns: list[int], passed: list[bool]) -> list[TracedTask]:
+    """A product that adds shards, up to what it sends, and the sum from there to the end."""
+    *before, stored, done = times_ns
+    alone = [stamp in _ALWAYS for stamp in Stamp]
+    return [
+        _traced(product, sm, [*before, stored, stored], passed),
+        _traced(total, sm, [stored, stored, 0, 0, done, done], alone),
+    ]
 
 
 def _traced(task: Task, sm: int, times_ns: list[int], passed: list[bool]) -> TracedTask:

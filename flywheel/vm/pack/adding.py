@@ -1,8 +1,9 @@
 """Lets a product that sends its columns add all ranks' shards of them, in place of the sum that comes next on its SM.
 
 That saves a task between the arrival of the last shard and the stored sum. The order of work stays the same: nothing
-runs between the product and the sum. A product of several passes is left alone, since each pass would wait for the
-other ranks before the next one is sent. Source: docs/vm.md, "Ranks".
+runs between the product and the sum. A product leaves its sum alone in two cases. If it takes several passes, each
+would wait for the other ranks before the next one is sent. If somebody waits for its counter, the signal would come
+after the sum, and the other ranks may need it before. Source: docs/vm.md, "Ranks".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flywheel.ir import ABI_MAX_INPUTS, Buffer, InstructionKind
 from flywheel.plan.nodes import Node
 from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine
-from flywheel.plan.step import adds_columns
+from flywheel.plan.step import ABSENT, adds_columns
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag
 from flywheel.vm.pack.instructions import other_ranks
 
@@ -32,15 +33,17 @@ def take_sums(
     buffers: Sequence[Buffer],
     part: Part,
     pass_blocks: int,
-) -> None:
-    """Flag the products that add (ADDS), and take the steps from the sums that they add.
+) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
+    """Flag the products that add (ADDS). Returns (the instructions that are left without the sums that they add, `sums`
+    of the PackedProgram that has these instructions).
 
     `instructions` are in the order of SMs, and `node_of` has the node of each. A product leaves its sum alone if the
     operands of both are more than ABI_MAX_INPUTS.
     """
+    everything = np.arange(len(instructions))
     is_sum = np.array([_is_sum(node, routines[node.form], buffers, part.ranks) for node in nodes], np.bool_)[node_of]
     if not is_sum.any():
-        return
+        return everything, {}
     adding = np.flatnonzero(is_sum[1:])  # the instructions right before sums
     product, total = instructions[adding], instructions[adding + 1]
     last = steps[product["first_step"] + np.maximum(product["n_steps"], 1) - 1]
@@ -56,6 +59,7 @@ def take_sums(
         & (width == total["params"]["N_tile"])
         & (added["out_numel"] == width * multiplied["rows"])
         & (total["n_waits"] == 0)
+        & (product["out_counter"] == ABSENT)
         & (product["n_inputs"] + part.ranks + 1 <= ABI_MAX_INPUTS)
         & (multiplied["beside"] * multiplied["kblocks"] * 16 >= last["params"]["K"])
         & (blocks <= pass_blocks)
@@ -65,7 +69,10 @@ def take_sums(
     instructions["inputs"][places[:, None], ends[:, None] + np.arange(part.ranks + 1)] = operands
     instructions["n_inputs"][places] += part.ranks + 1
     instructions["flags"][places] |= np.uint32(InstructionFlag.ADDS)
-    instructions["n_steps"][places + 1] = 0
+    instructions["out_counter"][places] = total["out_counter"][taken]
+    kept = np.delete(everything, places + 1)
+    rows = np.searchsorted(kept, places).tolist()
+    return kept, dict(zip(rows, total["task"][taken].tolist(), strict=True))
 
 
 def _is_sum(node: Node, routine: Routine, buffers: Sequence[Buffer], ranks: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -70,6 +70,9 @@ class PackedProgram:
     arrivals: int = ABSENT
     """Row of the logits that arrive from other GPUs. No task reads them, since each GPU sends the maximum of its own
     logits. ABSENT if there are none."""
+    sums: Mapping[int, int] = field(default_factory=dict)
+    """Index of an instruction that adds the shards of all GPUs (InstructionFlag.ADDS) -> index in the program's list of
+    the task that it does so in place of. That task has no instruction."""
     lanes: int = 1
     """Consecutive tokens of a sequence in one launch. Each is a row, and an instruction names the row's position."""
 
@@ -151,6 +154,11 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
     instructions["task"], instructions["sm"] = plan.order, sms
     staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, sms)
     instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
+    sums: dict[int, int] = {}
+    if plan.part is not None:
+        kept, sums = take_sums(instructions, steps, nodes, routines, node_of, program.buffers, plan.part, pass_blocks)
+        instructions, node_of = _picked(instructions, kept), node_of[kept]
+        queues = np.searchsorted(kept, queues).astype(np.int32)
 
     entries = matrix_entries(
         instructions,
@@ -162,8 +170,6 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
     segments, segment_buffers, streams = segments_of(
         instructions, queues, steps, buffers, entries, kinds, variant, pass_blocks
     )
-    if plan.part is not None:
-        take_sums(instructions, steps, nodes, routines, node_of, program.buffers, plan.part, pass_blocks)
     spilled = max((template.spilled_bytes for template in templates), default=0)
     return PackedProgram(
         program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams, floats,
@@ -176,6 +182,7 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
         fixed_position=_fixed(grouping.firsts),
         part=plan.part,
         arrivals=arrivals,
+        sums=sums,
         lanes=lanes,
     )  # fmt: skip
 

@@ -176,14 +176,14 @@ def test_what_no_product_stores_is_pushed_to_all_ranks_at_once(ranks: int) -> No
 
 
 def adding(packed: PackedProgram) -> list[tuple[str, str]]:
-    """The labels of each product that adds shards, and of the instruction after it, which has no steps."""
-    places = np.flatnonzero(packed.instructions["flags"] & InstructionFlag.ADDS)
-    assert (packed.instructions["sm"][places] == packed.instructions["sm"][places + 1]).all()
-    assert (packed.instructions["n_steps"] == 0).nonzero()[0].tolist() == (places + 1).tolist()
-    return [
-        tuple(packed.program.tasks[packed.instructions["task"][place + after]].label for after in (0, 1))
-        for place in places
-    ]
+    """The labels of each product that adds shards, and of the sum that it does so in place of."""
+    places = np.flatnonzero(packed.instructions["flags"] & InstructionFlag.ADDS).tolist()
+    tasks, numbers = packed.program.tasks, packed.instructions["task"].tolist()
+    assert list(packed.sums) == places
+    assert sorted([*numbers, *packed.sums.values()]) == list(range(len(tasks)))
+    assert packed.queues[-1] == len(numbers) and (np.diff(packed.instructions["sm"]) >= 0).all()
+    assert (packed.instructions["sm"][packed.queues[1:-1]] != packed.instructions["sm"][packed.queues[1:-1] - 1]).all()
+    return [(tasks[numbers[place]].label, tasks[packed.sums[place]].label) for place in places]
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (2, 3), (4, 1)])
