@@ -62,8 +62,8 @@ def program_of(folder: Path, formats: Any = None) -> MegakernelProgram:
 
 
 def ordinary(folder: Path) -> list[list[int]]:
-    """What follows each prompt where torch reads the checkpoint, prompts stepped as a bundle's are, and warps run in the
-    plain order."""
+    """What follows each prompt where torch reads the checkpoint. Prompts are stepped as a bundle's are, and warps run
+    in the plain order."""
     source = open_source(str(folder))
     weights = source.weights(BF16, 0, formats=source.formats(BF16))
     found = []
