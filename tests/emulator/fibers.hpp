@@ -67,6 +67,7 @@ struct Fiber {
     char* stack = nullptr;
     int asleep = 0;  // turns that it misses
     bool begun = false, done = false, polled = false;
+    const void* looked_at = nullptr;
     const Meeting* waits = nullptr;  // for a round after this one
     unsigned waits_round = 0;
 };
@@ -124,9 +125,10 @@ inline void jolt(unsigned among) {
     poll();
 }
 
-// An access to memory, which may be one of many until another fiber has written there.
-inline void access() {
-    if (++accesses % 256 == 0) poll();
+// An access to memory. A fiber that looks at one place again waits for another to write there, as may one of many accesses.
+inline void access(const void* place) {
+    if (place == current->looked_at || ++accesses % 256 == 0) poll();
+    current->looked_at = place;
     jolt(4096);
 }
 
@@ -194,7 +196,7 @@ inline int lane() { return current->index.x % LANES; }
 
 template <typename T> inline T* aligned(const void* address, size_t to) {
     if (reinterpret_cast<uint64_t>(address) % to != 0) fail("an access of " + std::to_string(to) + " bytes is misaligned");
-    access();
+    access(address);
     return const_cast<T*>(static_cast<const T*>(address));
 }
 
