@@ -27,7 +27,7 @@ from flywheel.decode.tensor_parallel import Shard, ShardedDecoder, shard_of
 from flywheel.errors import FlywheelError, MismatchError, WorkerDiedError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
-from flywheel.process import one_torch_thread, sums_as_shipped
+from flywheel.process import one_torch_thread, sum_in_float32
 from flywheel.vm.gpu.flush import FACTOR
 
 WARMUP: Final = 3
@@ -142,7 +142,8 @@ def take_part(rank: int, pipes: Sequence[Connection], work: RankedWork) -> None:
     """The main function of a rank: report that the step is ready, then measure a round at each request."""
     pipe = pipes[rank]
     on_gpu = torch.distributed.get_backend() == "nccl"
-    with torch.no_grad(), one_torch_thread(), sums_as_shipped():
+    sum_in_float32()
+    with torch.no_grad(), one_torch_thread():
         launch, given = _make_step(rank, work, f"cuda:{rank}" if on_gpu else "cpu")
         timing = _Timing(launch, on_gpu)
         pipe.send(_round(rank, timing, given, 0))
