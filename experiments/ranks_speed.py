@@ -27,9 +27,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from flywheel.decode.contestants import capture
 from flywheel.decode.judge import Judge
+from flywheel.decode.lineup import RANK_RIVALS
 from flywheel.decode.rank_processes import run_ranks
+from flywheel.decode.ranked_rivals import captured
 from flywheel.decode.rivals import FusedWeights, fuse, steps_of
 from flywheel.decode.tensor_parallel import Shard, ShardedDecoder, shard_of
 from flywheel.decode.verify import default_positions, judge_free
@@ -51,10 +52,8 @@ JUDGED_WEIGHTS: Final = 16e9
 SEED: Final = 0
 LIMIT_S: Final = 3600.0
 DTYPE: Final = DType.BF16
-KINDS: Final = {"cublas": False, "compile": True}
+KINDS: Final = {"cublas": "nccl", "compile": "nccl-compile"}
 PREDICTED: Final = Path(__file__).parents[1] / "results" / "ranks_predicted.txt"
-
-Forward = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +169,16 @@ def make_steps(
 ) -> dict[str, Ready]:
     """Each kind of step, ready to launch."""
     made = {}
-    for kind, compiled in KINDS.items():
-        decoder = ShardedDecoder(shard, weights, DTYPE, ask.context, inline_attention=compiled)
+    for kind, name in KINDS.items():
+        rival = RANK_RIVALS[name]
+        decoder = ShardedDecoder(shard, weights, DTYPE, ask.context, rival.inline_attention)
         decoder.write_cache(caches)
         decoder.set_tokens(tokens)
-        made[kind] = graphed(kind, decoder, position, compiled) if ask.device == "cuda" else plain(decoder, position)
+        if rival.compiled:
+            torch._dynamo.reset()
+        on_gpu = ask.device == "cuda"
+        made[kind] = Ready(*captured(decoder, rival, position)) if on_gpu else plain(decoder, position)
     return made
-
-
-def graphed(kind: str, decoder: ShardedDecoder, position: int, compiled: bool) -> Ready:
-    """A step and its all-reduces as a CUDA graph. NCCL has threads of its own that call CUDA."""
-    forward: Forward = decoder.forward
-    if compiled:
-        torch._dynamo.reset()
-        forward = torch.compile(forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
-    graph = torch.cuda.CUDAGraph()
-    given = capture(kind, graph, forward, position, errors="thread_local")
-    return Ready(graph.replay, lambda: given)
 
 
 def plain(decoder: ShardedDecoder, position: int) -> Ready:

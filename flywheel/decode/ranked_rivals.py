@@ -20,14 +20,14 @@ from torch import Tensor
 from flywheel.decode.contestants import capture
 from flywheel.decode.lineup import Rival
 from flywheel.decode.rank_processes import Backend, run_ranks
-from flywheel.decode.rivals import FusedWeights, fuse, steps_of
+from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.decode.source import Source, open_source
 from flywheel.decode.step import Step
 from flywheel.decode.tensor_parallel import Shard, ShardedDecoder, shard_of
 from flywheel.errors import FlywheelError, MismatchError, WorkerDiedError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
-from flywheel.process import one_torch_thread, sum_in_float32
+from flywheel.process import one_torch_thread, sums_as_shipped
 from flywheel.vm.gpu.flush import FACTOR
 
 WARMUP: Final = 3
@@ -142,8 +142,7 @@ def take_part(rank: int, pipes: Sequence[Connection], work: RankedWork) -> None:
     """The main function of a rank: report that the step is ready, then measure a round at each request."""
     pipe = pipes[rank]
     on_gpu = torch.distributed.get_backend() == "nccl"
-    sum_in_float32()
-    with torch.no_grad(), one_torch_thread():
+    with torch.no_grad(), one_torch_thread(), sums_as_shipped():
         launch, given = _make_step(rank, work, f"cuda:{rank}" if on_gpu else "cpu")
         timing = _Timing(launch, on_gpu)
         pipe.send(_round(rank, timing, given, 0))
@@ -177,12 +176,24 @@ def _make_step(
     if device == "cpu":
         kept: list[tuple[Tensor, Tensor]] = []
         return lambda: kept.insert(0, decoder.forward(behind.position)), lambda: kept[0]
+    return captured(decoder, rival, behind.position)
+
+
+def captured(
+    decoder: TorchDecoder, rival: Rival, position: int
+) -> tuple[Callable[[], object], Callable[[], tuple[Tensor, Tensor]]]:
+    """As `_make_step`, of a decoder on a GPU. The first function holds the decoder: a graph reads the tensors that it
+    was captured with, and holds none of them."""
     forward = decoder.forward
     if rival.compiled:
         forward = torch.compile(forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
     graph = torch.cuda.CUDAGraph()
-    given = capture(rival.name, graph, forward, behind.position, errors="thread_local")  # NCCL's threads call CUDA
-    return graph.replay, lambda: given
+    given = capture(rival.name, graph, forward, position, errors="thread_local")  # NCCL's threads call CUDA
+
+    def launch(held: TorchDecoder = decoder) -> None:
+        graph.replay()
+
+    return launch, lambda: given
 
 
 def _weights_of(source: Source, shard: Shard, work: RankedWork, device: str) -> FusedWeights:

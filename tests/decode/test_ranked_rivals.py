@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import multiprocessing
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from flywheel.decode import ranked_rivals
 from flywheel.decode.contestants import Record
 from flywheel.decode.judge import Judge
 from flywheel.decode.lineup import RANK_RIVALS, RIVALS, check_rivals, usual_rivals
@@ -32,6 +35,28 @@ TINY = {
     "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "hidden_act": "silu",
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
+
+
+def test_what_launches_a_graph_keeps_the_weights_that_the_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[None] = []
+    graph = SimpleNamespace(replay=lambda: replays.append(None))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(ranked_rivals, "capture", lambda name, graph, forward, position, **_: forward(position))
+    decoder = Kept()
+    seen = weakref.ref(decoder)
+    launch, given = ranked_rivals.captured(decoder, RANK_RIVALS["nccl"], 3)  # type: ignore[arg-type]
+    del decoder
+    gc.collect()
+    launch()
+    assert seen() is not None and (replays, given()) == ([None], 3)
+    del launch
+    gc.collect()
+    assert seen() is None
+
+
+class Kept:
+    def forward(self, position: int) -> int:
+        return position
 
 
 @pytest.fixture(autouse=True)
