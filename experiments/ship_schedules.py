@@ -1,4 +1,5 @@
-"""Writes flywheel/schedules: for each work in results/gpu/results*.tsv, the schedule of its fastest final.
+"""Writes flywheel/schedules: the schedule of the fastest final of each work in the tables `results*.tsv` in
+results/gpu and its folders.
 
     python experiments/ship_schedules.py
 
@@ -23,7 +24,7 @@ Found = tuple[TrialRecord, str]
 def main() -> None:
     """Write one file a piece of work, and drop those of works that no table has."""
     best: dict[str, Found] = {}
-    for table in sorted((ROOT / "results" / "gpu").glob("results*.tsv")):
+    for table in sorted((ROOT / "results" / "gpu").rglob("results*.tsv")):
         for record in finals(table):
             weights = "" if record.weights == record.dtype else f"-{record.weights}"
             work = f"{record.model}-{record.gpu}-{record.dtype}{weights}"
