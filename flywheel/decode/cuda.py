@@ -16,7 +16,7 @@ from flywheel.decode.awaited import AwaitedLaunches
 from flywheel.decode.caches import Caches, KvCaches
 from flywheel.decode.interface import Interface, read_interface
 from flywheel.decode.launched import Launched, Place, beside, places_of
-from flywheel.decode.on_gpu import ModelOnGpu, torch_device
+from flywheel.decode.on_gpu import ModelOnGpu, moved, torch_device
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.queued import QueuedSequences
 from flywheel.decode.sampling import GREEDY, Sampling
@@ -35,7 +35,6 @@ from flywheel.models.quantise import is_part
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import WeightsOnRequest, bind, bind_on_request
 from flywheel.process import sum_in_float32
-from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.granules import Granules
@@ -89,15 +88,8 @@ class CudaModel:
         self.batch: Final = batch
         self.lanes: Final = lanes
         self._homes: Final = [ModelOnGpu(each, dtype) for each in (gpu, *peers)]
-        devices, wanted = [home.device for home in self._homes], TORCH_DTYPES[dtype]
-        self.weights: Final[Weights] = (
-            weights
-            if isinstance(weights, WeightsOnRequest)
-            else {
-                key: tensor.detach().to(devices[0], tensor.dtype if is_part(key) else wanted).contiguous()
-                for key, tensor in weights.items()
-            }
-        )
+        devices = [home.device for home in self._homes]
+        self.weights: Final = moved(weights, devices[0], dtype)
         self.caches: Final[KvCaches | SharedCaches] = (
             SharedCaches(spec, dtype, context, devices, batch, _granules_of(granules, peers))
             if peers

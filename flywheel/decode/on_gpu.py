@@ -12,9 +12,10 @@ from torch import Tensor
 from flywheel.decode.source import Source, Weights
 from flywheel.ir import Buffer, DType
 from flywheel.models.formats import PLAIN, WeightFormats
-from flywheel.models.quantise import kept_bytes
+from flywheel.models.quantise import is_part, kept_bytes
 from flywheel.models.weights import WeightsOnRequest
 from flywheel.plan import KernelVariant
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
 from flywheel.vm.gpu.loader import LoadedProgram
@@ -41,6 +42,18 @@ def weights_for(source: Source, dtype: DType, seed: int, formats: WeightFormats,
     if formats == PLAIN and nbytes + nbytes / len(gpus) > _ROOM * gpus[0].total_bytes:
         return source.weights_on_request(dtype, seed, "cuda")
     return source.weights(dtype, seed, "cuda", formats)
+
+
+def moved(weights: Weights, device: torch.device, dtype: DType) -> Weights:
+    """Weights on a device, and converted to `dtype`, but for parts of quantised matrices; weights that are made on
+    request as they are."""
+    if isinstance(weights, WeightsOnRequest):
+        return weights
+    wanted = TORCH_DTYPES[dtype]
+    return {
+        key: tensor.detach().to(device, tensor.dtype if is_part(key) else wanted).contiguous()
+        for key, tensor in weights.items()
+    }
 
 
 def torch_device(gpu: Gpu) -> torch.device:

@@ -43,8 +43,7 @@ class InstructionFlag(IntFlag):
     MOVES_WINDOW = 4
     """`kv_len` is cut behind that position."""
     X_STAGED = 8
-    """The SM's task before this one left the same matrix operand staged: steps before the first matrix step are
-    skipped, and that step does not stage."""
+    """The SM's task before it left the same matrix operand staged: the steps that make and stage it are skipped."""
     WINDOW_PAST = 16
     """With MOVES_WINDOW: cut before that position (KvRows.PAST)."""
     WINDOW_NEW = 32
@@ -58,8 +57,7 @@ class InstructionFlag(IntFlag):
     SENDS = 512
     """What its last step, a matrix step, stores as output 0 goes to those GPUs, too."""
     ADDS = 1024
-    """With SENDS: it then adds all ranks' shards of its columns. Behind its own inputs are the shards, in the order of
-    ranks, and last the sum."""
+    """With SENDS: it then adds all shards of its columns. Its last inputs are the shards by rank and the sum."""
 
 
 PEERS_SHIFT: Final = 16

@@ -136,24 +136,14 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
     away = _away(plan)
     buffers = buffer_table(program.buffers, layouts, hand_offs.awaited, away)
 
-    sms, queues = plan.sms, plan.first.astype(np.int32)
-    node_of = grouping.node_of[plan.order]
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
     arrivals = _keep_best(plan, nodes, routines, by_node) if keeps_best else ABSENT
     if plan.part is not None:
         check_arrivals(nodes, routines, program.buffers, plan.part.arrived)
-    instructions = _picked(by_node, node_of)
-    params_of = grouping.params_of[plan.order]
-    _put(instructions, "params", _picked(params_rows(grouping.params), params_of))
-    instructions["params"]["n_off"] = grouping.n_off[plan.order]
     lanes, places = _position_rows(grouping.params)
-    instructions["sequence"] = places[params_of]
-    if plan.part is not None:
-        instructions["flags"] |= peer_flags(plan.part)[plan.order]
-    instructions["task"], instructions["sm"] = plan.order, sms
-    staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, sms)
-    instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
+    instructions = _instructions(plan, nodes, routines, by_node, places)
+    queues, node_of = plan.first.astype(np.int32), grouping.node_of[plan.order]
     sums: dict[int, int] = {}
     if plan.part is not None:
         kept, sums = take_sums(instructions, steps, nodes, routines, node_of, program.buffers, plan.part, pass_blocks)
@@ -185,6 +175,24 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
         sums=sums,
         lanes=lanes,
     )  # fmt: skip
+
+
+def _instructions(
+    plan: Plan, nodes: Sequence[Node], routines: Sequence[Routine], by_node: Table, places: Ints
+) -> Table:
+    """An instruction for each task, SM by SM. `places` has the index of a launch's position for each params record."""
+    grouping = plan.grouping
+    node_of, params_of = grouping.node_of[plan.order], grouping.params_of[plan.order]
+    instructions = _picked(by_node, node_of)
+    _put(instructions, "params", _picked(params_rows(grouping.params), params_of))
+    instructions["params"]["n_off"] = grouping.n_off[plan.order]
+    instructions["sequence"] = places[params_of]
+    if plan.part is not None:
+        instructions["flags"] |= peer_flags(plan.part)[plan.order]
+    instructions["task"], instructions["sm"] = plan.order, plan.sms
+    staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, plan.sms)
+    instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
+    return instructions
 
 
 def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, Ints]:
