@@ -38,6 +38,7 @@ _CLASSES: Final = MappingProxyType(
 
 _MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "merges")
 _COPY: Final = InstructionKind.COPY.name
+_SUM: Final = InstructionKind.ALLREDUCE_SHARD.name
 _DEQUANT: Final = InstructionKind.DEQUANT.name
 """Part of the product after it, which makes that product's bytes cost more."""
 
@@ -66,6 +67,9 @@ class Kind(NamedTuple):
     sliced: bool
     codes: tuple[DType, ...] = ()
     """Types of the quantised matrices in its products."""
+    joined: bool = False
+    """It sums the results of several GPUs, right after a product on its SM. The product does that in its place
+    (vm/pack/adding.py); a product that has to leave its sum alone is not recognised here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class _Steps:
     """Counts of a task's steps: `merged` heads of partials, and the products.
 
     `parts` maps inputs that are only partly read to their number of read elements. A copy of a part is not a step;
-    later steps read the part.
+    later steps read the part. `sums` says that the task does nothing but add results of several GPUs.
     """
 
     products: int
@@ -124,6 +128,7 @@ class _Steps:
     others: int
     parts: Mapping[int, int]
     codes: tuple[DType, ...] = ()
+    sums: bool = False
 
 
 class _Work(NamedTuple):
@@ -175,15 +180,26 @@ def _kinds(
     read = units.numbered([(each.read, ()) for each in works])[entries]
     readers = np.bincount(read[~staged], minlength=int(read.max(initial=0)) + 1)
     most = int(readers.max()) + 1
-    code = (unit_of * 2 + staged) * most + readers[read]
-    codes, alike = _numbered(code, 2 * most * len(works))
+    multiplies = np.array([each.steps.products > 0 for each in works], np.bool_)[unit_of]
+    joined = np.array([each.steps.sums for each in works], np.bool_)[unit_of] & _behind(multiplies, first)
+    code = (unit_of * 4 + staged * 2 + joined) * most + readers[read]
+    codes, alike = _numbered(code, 4 * most * len(works))
     kinds: dict[Kind, int] = {}
     kind_of = []
     for value in codes.tolist():
         rest, n_readers = divmod(value, most)
-        unit, again = divmod(rest, 2)
-        kind_of.append(kinds.setdefault(_kind(works[unit], bool(again), n_readers), len(kinds)))
+        unit, again, added = rest // 4, rest // 2 % 2, rest % 2
+        kind = _kind(works[unit], bool(again), n_readers)._replace(joined=bool(added))
+        kind_of.append(kinds.setdefault(kind, len(kinds)))
     return list(kinds), np.array(kind_of, np.int64)[alike]
+
+
+def _behind(marks: Marks, first: Ints) -> Marks:
+    """Which entries have a marked one before them on their SM."""
+    behind = np.zeros(len(marks), np.bool_)
+    behind[1:] = marks[:-1]
+    behind[first[:-1][np.diff(first) > 0]] = False
+    return behind
 
 
 def _numbered(code: Ints, bound: int) -> tuple[Ints, Ints]:
@@ -235,4 +251,5 @@ def _steps(task: Unit) -> _Steps:
     merged = sum(params.get("n_heads", heads) * operands for name, operands, params in listed if name in _MERGES)
     codes = tuple(sorted({DType(params["qdtype"]) for name, _, params in listed if name == _DEQUANT}))
     others = tally["others"] - sum(name == _DEQUANT for name, _, _ in listed)
-    return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], others, parts, codes)
+    sums = [name for name, _, _ in listed] == [_SUM]
+    return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], others, parts, codes, sums)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flywheel.cost_model.demand import Demand
     from flywheel.cost_model.engine import Queues, Trace
 
-MODEL_VERSION: Final = "6"
+MODEL_VERSION: Final = "7"
 """The version changes whenever the same program may get another prediction."""
 
 

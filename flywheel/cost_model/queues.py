@@ -61,6 +61,8 @@ class _Price(NamedTuple):
 
 
 def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
+    if kind.joined:
+        return _Price(0.0, 0.0, 0.0)
     consumer, vector, others = machine.consumer, machine.vector, variant.vector_warps
     share = machine.restage_share if kind.staged else 1.0
     work = consumer.task_us(variant.matrix_warps + others, share)

@@ -24,7 +24,8 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     """The program of one GPU of a valid program: its tasks without its pushes and without waits for others' pushes.
 
     It is not a program to run. A matrix has only the rows that this GPU multiplies, and its product as many columns.
-    Buffers and counters keep their ids; tasks are numbered anew.
+    Buffers and counters keep their ids; tasks are numbered anew. No buffers share a page: on several GPUs, each has
+    memory of its own.
     """
     tasks = program.tasks if isinstance(program.tasks, Runs) else _as_runs(program)
     layers = layers_of(program)
@@ -44,7 +45,7 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     trimmed, runs = _trimmed(buffers, runs)
     sms = _sms(tasks, set(own), layers)
     if layers is None:
-        return replace(program, ranks=1, buffers=trimmed, counters=counters, tasks=Runs(runs, sms))
+        return replace(program, ranks=1, buffers=trimmed, counters=counters, tasks=Runs(runs, sms), pages=None)
     ends = [sum(place < end for place in own) for end in (layers.runs.start, layers.runs.stop)]
     fewer = replace(layers, runs=Span(*ends))
     return replace(
@@ -53,6 +54,7 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
         buffers=Layered(trimmed, fewer),
         counters=Layered(counters, fewer),
         tasks=Runs(runs, sms, fewer),
+        pages=None,
     )
 
 

@@ -32,7 +32,7 @@ from flywheel.plan.handoff import by_data as by_data_of
 from flywheel.plan.nodes import group_tasks
 
 KIB = 1024
-VERSION = "6"
+VERSION = "7"
 PREDICTED_US = (
     "0x1.ce7bcc9b23e58p+5",
     "0x1.19bc5a4770d1bp+6",
