@@ -127,6 +127,7 @@ class CudaModel:
         table = model_weight_key(self.spec, "embed")
         for name, tensor in self.weights.items():
             if tensor.ndim == 2 and not is_part(name) and (name != table or self.spec.tied_head):
+                self.finish_torch()  # it may have been made just now
                 home.resident.put(name, tensor.data_ptr(), tensor.shape, self.dtype, Layout.FRAGMENTS)
         self.gpu.sync()
 
