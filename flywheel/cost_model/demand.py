@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flywheel.cost_model.gates import Gates, gates_of
 from flywheel.cost_model.units import Ints, Unit, Units, units_of
-from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram, Runs
+from flywheel.ir import ABI_MAX_INPUTS, BufferKind, DType, InstructionKind, MegakernelProgram, Runs
 from flywheel.plan import KernelVariant, variant_of
 from flywheel.plan.program import queues_of
 
@@ -68,8 +68,8 @@ class Kind(NamedTuple):
     codes: tuple[DType, ...] = ()
     """Types of the quantised matrices in its products."""
     joined: bool = False
-    """It sums the results of several GPUs, right after a product on its SM. The product does that in its place
-    (vm/pack/adding.py); a product that has to leave its sum alone is not recognised here."""
+    """It sums the results of several GPUs right after a product on its SM, which does that in its place if its operands
+    leave room (vm/pack/adding.py, which has further conditions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,10 @@ def _kinds(
     read = units.numbered([(each.read, ()) for each in works])[entries]
     readers = np.bincount(read[~staged], minlength=int(read.max(initial=0)) + 1)
     most = int(readers.max()) + 1
-    multiplies = np.array([each.steps.products > 0 for each in works], np.bool_)[unit_of]
-    joined = np.array([each.steps.sums for each in works], np.bool_)[unit_of] & _behind(multiplies, first)
+    # The operands that a product can take in addition, and those that a sum takes: its summands and its result.
+    room = np.array([ABI_MAX_INPUTS - len(each.unit.inputs) if each.steps.products else 0 for each in works], np.int64)
+    more = np.array([len(each.unit.inputs) + 1 if each.steps.sums else _TABLE for each in works], np.int64)
+    joined = more[unit_of] <= _before(room[unit_of], first)
     code = (unit_of * 4 + staged * 2 + joined) * most + readers[read]
     codes, alike = _numbered(code, 4 * most * len(works))
     kinds: dict[Kind, int] = {}
@@ -194,12 +196,11 @@ def _kinds(
     return list(kinds), np.array(kind_of, np.int64)[alike]
 
 
-def _behind(marks: Marks, first: Ints) -> Marks:
-    """Which entries have a marked one before them on their SM."""
-    behind = np.zeros(len(marks), np.bool_)
-    behind[1:] = marks[:-1]
-    behind[first[:-1][np.diff(first) > 0]] = False
-    return behind
+def _before(numbers: Ints, first: Ints) -> Ints:
+    """The number of the entry before each on its SM; 0 where there is none."""
+    before = np.concatenate([[0], numbers[:-1]])
+    before[first[:-1][np.diff(first) > 0]] = 0
+    return before
 
 
 def _numbered(code: Ints, bound: int) -> tuple[Ints, Ints]:

@@ -39,7 +39,7 @@ def weights_for(source: Source, dtype: DType, seed: int, formats: WeightFormats,
     """A model's weights on the first of its GPUs, whole if they fit there beside the packed part that each GPU holds.
     Otherwise they are made on request, if they are not quantised. Raises as `Source.weights`."""
     nbytes = kept_bytes(source.spec, formats, dtype)
-    if formats == PLAIN and nbytes + nbytes / len(gpus) > _ROOM * gpus[0].total_bytes:
+    if source.scheme is None and formats == PLAIN and nbytes + nbytes / len(gpus) > _ROOM * gpus[0].total_bytes:
         return source.weights_on_request(dtype, seed, "cuda")
     return source.weights(dtype, seed, "cuda", formats)
 

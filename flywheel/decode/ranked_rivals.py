@@ -189,11 +189,11 @@ def captured(
         forward = torch.compile(forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
     graph = torch.cuda.CUDAGraph()
     given = capture(rival.name, graph, forward, position, errors="thread_local")  # NCCL's threads call CUDA
+    return partial(_replay, graph, decoder), lambda: given
 
-    def launch(held: TorchDecoder = decoder) -> None:
-        graph.replay()
 
-    return launch, lambda: given
+def _replay(graph: torch.cuda.CUDAGraph, held: TorchDecoder) -> None:
+    graph.replay()
 
 
 def _weights_of(source: Source, shard: Shard, work: RankedWork, device: str) -> FusedWeights:

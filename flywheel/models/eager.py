@@ -74,8 +74,8 @@ class OracleWeights:
 
     `given` has the keys of `checkpoint_tensors(spec)`. Weights are moved to `device` and converted to `dtype` (float16,
     bfloat16, float32 or float64), and not copied if they have both. A quantised matrix has its codes' values, not
-    rounded; a layer's matrices are made on each request. So are all of its weights if `given` are WeightsOnRequest.
-    Raises WeightsError for a missing or misshapen weight.
+    rounded; a layer's matrices are made on each request. So are all of its weights if `given` are WeightsOnRequest,
+    whose shapes nobody checks here. Raises WeightsError for a missing or misshapen weight.
     """
 
     def __init__(
@@ -96,8 +96,6 @@ class OracleWeights:
 
         def layer(index: int) -> Layer:
             held = {role: layer_weight_key(role, index) for role in layer_weight_shapes(spec)}
-            if made:
-                return Layer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
             if made:
                 return Layer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
             parts = {role: _parts(given, key, device) for role, key in held.items() if codes_of(key) in given}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,8 +18,9 @@ from flywheel.errors import TooLargeError, UnknownNameError, WeightsError
 from flywheel.ir import DType
 from flywheel.models import weights
 from flywheel.models.drawn import random_quantised
-from flywheel.models.formats import parse_formats
+from flywheel.models.formats import PLAIN, parse_formats
 from flywheel.models.quantise import kept_bytes
+from flywheel.models.schemes import Scheme
 from flywheel.models.weights import checkpoint_tensors, random_weights
 from flywheel.vm.gpu.driver import Gpu
 
@@ -81,6 +83,16 @@ def test_weights_that_do_not_fit_beside_their_packed_part_are_made_on_request(
     memory = cast(list[Gpu], [SimpleNamespace(total_bytes=gigabytes * 10**9)] * gpus)
     weights_for(open_source("llama3-8b"), DType.BF16, 0, parse_formats(formats, "bf16"), memory)
     assert asked == ["weights" if whole else "weights_on_request"]
+
+
+def test_a_quantised_checkpoint_is_never_made_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrices are codes, so it is asked for weights that it refuses."""
+    asked: list[str] = []
+    for name in ("weights", "weights_on_request"):
+        monkeypatch.setattr(Source, name, lambda self, *_, name=name: asked.append(name) or {})
+    source = replace(open_source("llama3-8b"), scheme=cast(Scheme, object()))
+    weights_for(source, DType.BF16, 0, PLAIN, cast(list[Gpu], [SimpleNamespace(total_bytes=10**9)]))
+    assert asked == ["weights"]
 
 
 @pytest.mark.parametrize("name", ["", "config.json"])

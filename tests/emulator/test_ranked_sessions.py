@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from emulator.ranks import Peer
@@ -20,8 +21,10 @@ from flywheel.decode.session import ReferenceSession
 from flywheel.decode.verify import verify
 from flywheel.errors import LaunchTimeoutError
 from flywheel.models.weights import WeightsOnRequest, random_on_request, random_weights
+from flywheel.plan.step import ABSENT
 from flywheel.report.traced import exchange_times
 from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.abi import Fault, numpy_struct
 from flywheel.vm.gpu.driver import Memory
 
 QWEN = replace(SPEC, family="qwen3", **FAMILIES["qwen3"])
@@ -99,6 +102,19 @@ def test_a_launch_that_is_stopped_leaves_a_session_that_can_be_used(session: Cud
         session.step(3, 0)
     missing.absent = False
     assert torch.equal(session.step(3, 0).logits, before.logits)
+
+
+def test_a_product_that_is_to_add_is_named_with_the_sum() -> None:
+    program = lowered(QWEN, 2, 1, by_data=True, columns=32)
+    with emulated_ranks(peers(), program, QWEN, WEIGHTS) as session:
+        loaded = session._loaded.parts[0]
+        row, total = next(iter(loaded.packed.sums.items()))
+        place = loaded.packed.instructions["task"][row]
+        report = np.zeros(1, numpy_struct("amk_report_t"))[0]
+        report["fault"], report["task"], report["counter"], report["sm"] = Fault.ABORTED, place, ABSENT, 1
+        product, add = loaded.packed.label(place), loaded.packed.label(total)
+        assert loaded.culprit(report) == f"{product} on SM 1, or what it is to add, {add}, is not over"
+        assert (product.endswith("(L0.o_proj)"), add.endswith("(L0.attn_sum)")) == (True, True)
 
 
 @pytest.mark.parametrize("columns", [16, 32])

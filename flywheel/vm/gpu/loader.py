@@ -273,12 +273,18 @@ class LoadedProgram:
         if report["counter"] < 0 < report["threshold"]:  # no counter, but who has not begun
             return f"{where}: rank {-1 - report['counter']} had not begun"
         if report["counter"] == ABSENT:
-            return f"{where} is not over"
+            return f"{where}{self._sum_behind(report)} is not over"
         return f"{where} waits for counter {report['counter']} >= {report['threshold']}, at {report['value']}"
 
     def _label(self, report: npt.NDArray[np.void]) -> str:
         task = int(report["task"])
         return self.packed.label(task) if 0 <= task < len(self.packed.program.tasks) else f"task at {task}"
+
+    def _sum_behind(self, report: npt.NDArray[np.void]) -> str:
+        """The sum that a product adds up to, for messages."""
+        tasks = self.packed.instructions["task"]
+        found = [total for row, total in self.packed.sums.items() if tasks[row] == report["task"]]
+        return f", or what it is to add, {self.packed.label(found[0])}," if found else ""
 
     def read_report(self) -> npt.NDArray[np.void]:
         return self.gpu.download(self._report, _REPORT, (1,))[0]  # type: ignore[no-any-return]

@@ -160,14 +160,15 @@ def read_stamps(packed: PackedProgram, stamps: Stamps, waits: Waits) -> LaunchTr
 
 
 def hand_offs(trace: LaunchTrace) -> list[HandOff]:
-    """The hand-off to each task that waits for any counter, in the order of the trace."""
+    """The hand-off to each task that waits for any counter, in the order of the trace. A sum that a product does in its
+    place waits for none."""
     signals: dict[int, list[TracedTask]] = {}
     for traced in sorted(trace.tasks, key=lambda traced: traced.done_us):
         signals.setdefault(traced.task.out_counter, []).append(traced)
     found = []
     for traced in trace.tasks:
         last = [signals[wait.counter][wait.threshold - 1] for wait in traced.task.waits if wait.threshold > 0]
-        if last:
+        if last and traced.phases[0].phase is Phase.WAIT:
             found.append(HandOff(traced, max(last, key=lambda producer: producer.done_us)))
     return found
 
@@ -215,12 +216,13 @@ def _refuse(packed: PackedProgram, wrong: npt.NDArray[np.bool_], why: str) -> No
 
 
 def _with_sum(product: Task, total: Task, sm: int, times_ns: list[int], passed: list[bool]) -> list[TracedTask]:
-    """A product that adds shards, up to what it sends, and the sum from there to the end."""
+    """A product that adds shards, up to what it sends, and the sum from there to the end, without a phase WAIT."""
     *before, stored, done = times_ns
-    alone = [stamp in _ALWAYS for stamp in Stamp]
+    begin, end = stored / 1e3, done / 1e3
+    phases = (PhaseSpan(Phase.RUN, begin, end), PhaseSpan(Phase.SIGNAL, end, end))
     return [
         _traced(product, sm, [*before, stored, stored], passed),
-        _traced(total, sm, [stored, stored, 0, 0, done, done], alone),
+        TracedTask(total, sm, begin, begin, end, phases),
     ]
 
 

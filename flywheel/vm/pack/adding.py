@@ -18,7 +18,7 @@ from flywheel.plan.nodes import Node
 from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine
 from flywheel.plan.step import ABSENT, adds_columns
-from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag
+from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, StepFlag
 from flywheel.vm.pack.instructions import other_ranks
 
 Table = npt.NDArray[np.void]
@@ -44,16 +44,15 @@ def take_sums(
     is_sum = np.array([_is_sum(node, routines[node.form], buffers, part.ranks) for node in nodes], np.bool_)[node_of]
     if not is_sum.any():
         return everything, {}
-    adding = np.flatnonzero(is_sum[1:])  # the instructions right before sums
-    product, total = instructions[adding], instructions[adding + 1]
-    last = steps[product["first_step"] + np.maximum(product["n_steps"], 1) - 1]
-    added = steps[total["first_step"]]
-    multiplied, width = last["as"]["product"], product["params"]["N_tile"]
     sends = np.uint32(InstructionFlag.SENDS) | other_ranks(part)
+    sending, sms = instructions["flags"] & sends == sends, instructions["sm"]
+    adding = np.flatnonzero(sending[:-1] & is_sum[1:] & (sms[:-1] == sms[1:]))
+    product, total = instructions[adding], instructions[adding + 1]
+    last, added = steps[product["first_step"] + product["n_steps"] - 1], steps[total["first_step"]]
+    multiplied, width = last["as"]["product"], product["params"]["N_tile"]
     blocks = -(-(product["params"]["n_off"] % FRAGMENT_ROWS + width) // FRAGMENT_ROWS)
     taken = (
-        (product["flags"] & sends == sends)
-        & (product["sm"] == total["sm"])
+        (last["flags"] & np.uint32(StepFlag.OWN_N_OFF | StepFlag.OWN_N_TILE) == 0)
         & (product["outputs"][:, 0] == total["inputs"][:, part.rank])
         & (product["params"]["n_off"] == total["params"]["n_off"])
         & (width == total["params"]["N_tile"])
@@ -61,7 +60,6 @@ def take_sums(
         & (total["n_waits"] == 0)
         & (product["out_counter"] == ABSENT)
         & (product["n_inputs"] + part.ranks + 1 <= ABI_MAX_INPUTS)
-        & (multiplied["beside"] * multiplied["kblocks"] * 16 >= last["params"]["K"])
         & (blocks <= pass_blocks)
     )
     places, ends = adding[taken], product["n_inputs"][taken]

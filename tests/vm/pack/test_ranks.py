@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from flywheel.ir import (
     Wait,
     validate,
 )
+from flywheel.ir.access import MATRIX_OPS
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
@@ -145,13 +147,18 @@ def test_programs_that_lowering_makes_are_packed(family: str, by_data: int, rank
 FUSED = (("attn_combine", "o_proj", "attn_add"), ("down_proj", "mlp_add"), ("final_norm", "lm_head"))
 
 
-def shared(
-    ranks: int, batch: int = 1, grouping: Any = FUSED, by_data: int = 1, columns: int = 16, hidden: int = 64
-) -> tuple[PackedProgram, ...]:
-    spec = DecoderSpec("tiny", "mistral", hidden, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
+def shared(ranks: int, batch: int = 1, **how: Any) -> tuple[PackedProgram, ...]:
+    return pack_ranks(lowered(ranks, batch, **how))
+
+
+def lowered(
+    ranks: int, batch: int = 1, grouping: Any = FUSED, by_data: int = 1, columns: int = 16, hidden: int = 64,
+    intermediate: int = 128,
+) -> MegakernelProgram:  # fmt: skip
+    spec = DecoderSpec("tiny", "mistral", hidden, intermediate, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
     tiling = {"hand_off": {"data": by_data}, "gemv": {"N_tile": columns}}
     config = ScheduleConfig(tiling, grouping, page_allocation="none", threads_per_block=128)
-    return pack_ranks(lower(shared_step(spec, 16, DType.BF16, batch, ranks=ranks), config, PROGRAM.target))
+    return lower(shared_step(spec, 16, DType.BF16, batch, ranks=ranks), config, PROGRAM.target)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -217,6 +224,85 @@ def test_a_product_right_before_its_sum_adds_the_shards_of_all_ranks(ranks: int,
 )
 def test_other_sums_keep_their_steps(ranks: int, how: dict[str, Any]) -> None:
     assert adding(shared(ranks, **how)[0]) == []
+
+
+def test_a_product_whose_operand_comes_in_slices_adds_too() -> None:
+    packed = shared(2, 4, columns=32, intermediate=10240)[0]
+    steps = packed.steps[np.isin(packed.steps["op"], list(MATRIX_OPS))]
+    sliced = steps["as"]["product"]["beside"] * steps["as"]["product"]["kblocks"] * 16 < steps["params"]["K"]
+    assert sliced.any()
+    assert len(adding(packed)) == 8
+
+
+def remade(program: MegakernelProgram, change: Any) -> MegakernelProgram:
+    """The program with other tasks, which the proof still accepts."""
+    found = replace(program, tasks=tuple(change(list(program.tasks))))
+    assert validate(found, strict=True).ok, validate(found, strict=True).errors[0]
+    return found
+
+
+def place_of(tasks: list[Task], label: str, rank: int, n_off: int) -> int:
+    (place,) = [
+        place
+        for place, task in enumerate(tasks)
+        if (task.label, task.rank, task.params.get("n_off")) == (label, rank, n_off)
+    ]
+    return place
+
+
+def test_a_product_with_columns_of_its_own_leaves_its_sum_alone() -> None:
+    def change(tasks: list[Task]) -> list[Task]:
+        place = place_of(tasks, "L0.o_proj", 1, 32)
+        task = tasks[place]
+        step = {
+            "op": "GEMV_TILE", "args": [{"in": 0}, {"in": 1}], "out": "final", "out_shape": [1, 32],
+            "params": {"K": task.params["K"], "n_off": 0, "N_tile": 32}, "out_dtype": "F32",
+        }  # fmt: skip
+        params = {"n_off": 32, "N_tile": 32, "recipe": {"steps": [step]}}
+        tasks[place] = replace(task, op=InstructionKind.FUSED, params=params)
+        return tasks
+
+    first, second = pack_ranks(remade(lowered(2, columns=32), change))
+    assert (len(adding(first)), len(adding(second))) == (8, 7)
+
+
+def test_a_sum_on_another_sm_than_its_product_is_a_task() -> None:
+    """Behind a NOP, which has no steps, at the end of the SM before."""
+
+    def change(tasks: list[Task]) -> list[Task]:
+        moved = [replace(task, sm=int(task.label.endswith("_sum"))) for task in tasks]
+        last = max(task.id for task in tasks) + 1
+        return [*moved, Task(last, InstructionKind.NOP, (), (), tasks[-1].out_counter + 1, (), {}, 0, label="end")]
+
+    program = lowered(2, columns=32)
+    counters = (*program.counters, replace(program.counters[-1], id=program.tasks[-1].out_counter + 1))
+    for packed in pack_ranks(remade(replace(program, counters=counters), change)):
+        assert adding(packed) == []
+
+
+def test_a_product_that_somebody_waits_for_signals_before_the_sum() -> None:
+    """A task on the other SM, which writes the residual anew, and may not before the product has read it."""
+    program = lowered(2, columns=32)
+    tasks = list(program.tasks)
+    operand, _, residual = tasks[place_of(tasks, "L0.o_proj", 0, 0)].inputs
+    (made,) = [Wait(task.out_counter, 1) for task in tasks if residual in task.outputs]
+    signals = Counter(task.out_counter for task in tasks)
+    before = [task for task in tasks if residual in task.inputs or operand in task.outputs]
+    read = {Wait(task.out_counter, signals[task.out_counter]): None for task in before}
+    last, counter = max(task.id for task in tasks) + 1, max(each.id for each in program.counters) + 1
+    later = Task(last, InstructionKind.GELU, (operand,), (residual,), counter, (made, *read), {}, 1, label="later")
+
+    def change(tasks: list[Task]) -> list[Task]:
+        readers = [residual in task.inputs and made not in task.waits for task in tasks]
+        return [
+            *[replace(task, waits=(*task.waits, made)) if reads else task
+              for task, reads in zip(tasks, readers, strict=True)],
+            later,
+        ]  # fmt: skip
+
+    counters = (*program.counters, replace(program.counters[-1], id=counter))
+    first, second = pack_ranks(remade(replace(program, counters=counters), change))
+    assert (len(adding(first)), len(adding(second))) == (6, 8)
 
 
 def test_columns_that_tasks_write_twice_are_pushed_not_sent() -> None:
