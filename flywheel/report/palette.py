@@ -50,6 +50,7 @@ _FAMILIES: Final = {
     "rope": "thread_state_running",
     "append": "thread_state_uninterruptible",
     "add": "generic_work",
+    "sum": "generic_work",
 }
 """Last word of an operation's name -> its colour's name, so that `q_norm` and `final_norm` look alike."""
 
