@@ -25,10 +25,11 @@ class Client:
     """OpenAI's client, as far as the example goes, with one answer."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
-        self.completions = self
+        self.chat = SimpleNamespace(completions=self)
 
-    def create(self, model: str, prompt: str) -> Any:
-        return SimpleNamespace(choices=[SimpleNamespace(text="a text")])
+    def create(self, model: str, messages: list[dict[str, str]]) -> Any:
+        assert all(each.keys() == {"role", "content"} for each in messages)
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="a text"))])
 
 
 @pytest.mark.parametrize(
