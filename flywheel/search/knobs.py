@@ -167,6 +167,11 @@ def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
     return lambda _: values
 
 
+def _pages(workload: Workload) -> Sequence[Value]:
+    """On several GPUs each buffer has memory of its own, so all values would be one program."""
+    return ("graph_color", "linear", "none") if workload.ranks == 1 else ("none",)
+
+
 QKV: Final = ("q_proj", "k_proj", "v_proj")
 
 KNOBS: Final = (
@@ -187,7 +192,7 @@ KNOBS: Final = (
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "instructions that the loader runs ahead (pipelining_depth)"),
     Knob("hand_off", _just("counter", "data", "halves"), False, "how a task learns that its input is ready: by "
          "counters; by polling the data; halves: as data, and a product starts when half of its input has arrived"),
-    Knob("pages", _just("graph_color", "linear", "none"), False, "which buffers share memory (page_allocation)"),
+    Knob("pages", _pages, False, "which buffers share memory (page_allocation)"),
     Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads a block (threads_per_block)"),
     Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
     Knob("share", _just(1, 2), True, "warps that share a chunk"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,14 @@ def test_several_gpus_have_a_knob_more_than_one_where_summands_can_be_shorter() 
     assert names("3xl4", "bf16") == [*one, "exchange.bits"]
     with pytest.raises(UsageError, match=r"^knob 'exchange\.bits' is not one of rows\.qkv, "):
         make_space(make_workload("smollm2-135m", "l4", "bf16", 64), {"exchange.bits": "16"})
+
+
+def test_no_search_for_several_gpus_varies_pages_that_no_buffers_share_there() -> None:
+    def pages(gpu: str) -> Sequence[Any]:
+        space = make_space(make_workload("smollm2-135m", gpu, "bf16", 64))
+        return next(each.values for each in space.dimensions if each.name == "pages")
+
+    assert (len(pages("l4")), pages("3xl4")) == (3, ("none",))
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (4, 8)])
