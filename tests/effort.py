@@ -1,4 +1,4 @@
-"""How many examples a law gets: all of them in .ci/run, a part of them by default. Every test runs either way."""
+"""How much is tested: all of it in .ci/run, by default a part of each law's examples and no test that is LONG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Final, TypeVar
 
+import pytest
+
 FULL: Final = os.environ.get("TEST_EFFORT") == "full"
+
+LONG: Final = pytest.mark.long if FULL else pytest.mark.slow
+"""Marks what takes long: real clusters, servers that freeze, browsers, storms, cases beyond the first. It runs in
+.ci/run and with `-m slow`; what it tests has a shorter test besides, which always runs."""
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")

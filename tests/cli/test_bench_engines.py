@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import invoke
+from effort import LONG
 from serve.conftest import checkpoint as served_checkpoint
 
 from flywheel.cli import bench_engines
@@ -54,6 +55,7 @@ def test_transformers_answers_the_same_prompts_in_batches_of_the_clients(checkpo
         assert load["first_token_ms"]["p50"] > 0
 
 
+@LONG
 def test_a_model_without_weights_is_timed_with_random_ones(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from cli.conftest import invoke
+from effort import LONG
 from serve.conftest import checkpoint as served_checkpoint
 
 from flywheel.cli.bench_serve import START, _served
@@ -184,6 +185,7 @@ def test_a_server_that_is_started_is_loaded_and_ended(checkpoint: Path, tmp_path
     assert "vllm: not installed" in result.output
 
 
+@LONG
 def test_prompts_of_a_server_that_is_started_fit_its_context(checkpoint: Path) -> None:
     asked = ("bench", "--serve", "--model", str(checkpoint), "--device", "reference", "--context", "64",
              "--clients", "1", "--requests", "4", "--prompt-words", "40", "--seed", "3", "--json")  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from effort import LONG
 from traps import environment, lay_traps
 
 # The flags without network: Chromium would otherwise look for updates, and complain.
@@ -99,6 +100,7 @@ def test_a_dashboard_is_for_this_machine_runs_no_code_of_the_working_directory_a
     assert not dashboard.sprung.exists()
 
 
+@LONG
 def test_a_browser_finds_the_campaign_its_latency_a_plot_the_report_and_the_schedule(
     dashboard: Dashboard, chromium: str
 ) -> None:

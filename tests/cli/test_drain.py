@@ -10,7 +10,7 @@ from subprocess import PIPE
 from time import sleep
 
 import pytest
-from effort import pairs
+from effort import LONG, pairs
 from patience import HANG_S
 
 from flywheel.cli.drain import Drain
@@ -44,7 +44,7 @@ def start_and_interrupt(number: signal.Signals, *options: str) -> tuple[int, str
     return process.returncode, out, "".join(seen) + err
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", [pytest.param("1", marks=LONG), "2"])
 def test_an_interrupted_campaign_resumes_without_losing_or_repeating_a_trial(jobs: str, tmp_path: Path) -> None:
     code, out, err = start_and_interrupt(signal.SIGINT, "--jobs", jobs)
     assert code == 130

@@ -12,6 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from click.testing import Result
+from effort import LONG
 from postgres_server import Server
 
 from flywheel.measure.record import TrialRecord
@@ -151,7 +152,7 @@ def test_a_disk_that_fills_up_under_a_search_is_code_5(run: Run, tmp_path: Path)
     check_resumes(run, str(copy / "trials.db"), trials)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=LONG)])
 def test_a_server_that_freezes_under_a_search_is_code_5(
     run: Run, strike: Callable[..., None], postgres_server: Server, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:

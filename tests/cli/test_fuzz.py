@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from effort import examples
+from effort import LONG, examples
 from strangers import TARGETS, Strangers
 
 CASES = examples(12)
@@ -32,6 +32,7 @@ def test_the_same_case_is_the_same_file(strangers: Strangers) -> None:
     assert made() == made()
 
 
+@LONG
 def test_processes_share_their_cases_and_say_what_went_wrong_in_one_table(tmp_path: Path) -> None:
     words = ("--processes", "2", "--minutes", "5", "--cases", "2", "--seed", "7", "--targets", "machine,model")
     fuzz = Path(__file__).parents[2] / "experiments" / "fuzz.py"

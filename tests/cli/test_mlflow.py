@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from cli.conftest import quieten
 from click.testing import Result
+from effort import LONG
 from patience import HANG_S
 
 from flywheel.cli.dashboard import free_port, serve
@@ -182,7 +183,7 @@ def test_a_tracking_uri_that_is_none_ends_a_search_before_it_starts(run: Run) ->
     assert not Path("flywheel.db").exists()
 
 
-@pytest.mark.parametrize("kind", ["dead", "hung"])
+@pytest.mark.parametrize("kind", ["dead", pytest.param("hung", marks=LONG)])
 def test_nothing_waits_for_a_server_that_does_not_answer_and_nothing_is_lost(
     kind: str, request: pytest.FixtureRequest, run: Run, searches: Callable[..., tuple[dict[str, Any], str]],
     plain: dict[str, Any], tracking: str,
@@ -202,6 +203,7 @@ def trials(store: str) -> int:
         return len(opened.trials("c"))
 
 
+@LONG
 def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made_up_for(
     run: Run, tracking: str
 ) -> None:
@@ -232,6 +234,7 @@ def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made
         assert parent.data.metrics["best_us/predicted"] == found["best"]["predicted_us"]
 
 
+@LONG
 def test_a_mirror_whose_request_is_never_answered_ends_after_its_search(
     searches: Callable[..., tuple[dict[str, Any], str]], hung: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

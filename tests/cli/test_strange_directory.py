@@ -6,13 +6,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from effort import sample
+from effort import LONG, sample
 from traps import environment, lay_traps
 
 SEARCH = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "4", "--name", "c",
           "--store", "trials.db")  # fmt: skip
 
 
+@LONG
 @pytest.mark.parametrize("jobs", sample(["2", "1"]))
 def test_a_search_its_workers_and_its_mirror_run_no_code_of_the_working_directory(tmp_path: Path, jobs: str) -> None:
     command, sprung = lay_traps(Path.cwd(), tmp_path)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import LONG
 
 from flywheel.decode import ranked_rivals
 from flywheel.decode.contestants import Record
@@ -86,6 +87,7 @@ def test_ranks_stay_for_their_rounds_and_make_the_oracles_logits(work: tuple[Ran
     assert all(latency.batch_us is not None for latency in record.latencies)
 
 
+@LONG
 def test_a_rival_that_decodes_another_token_has_no_times(work: tuple[RankedWork, Judge]) -> None:
     asked, made = work
     other = dataclasses.replace(asked.behind, tokens=tuple((token + 1) % 120 for token in asked.behind.tokens))
@@ -96,6 +98,7 @@ def test_a_rival_that_decodes_another_token_has_no_times(work: tuple[RankedWork,
     assert record.wrong is not None and record.times_us == []
 
 
+@LONG
 def test_ranks_that_cannot_begin_say_why(work: tuple[RankedWork, Judge]) -> None:
     with pytest.raises(FlywheelError, match="nowhere"):
         RankedRival(dataclasses.replace(work[0], model="/nowhere/at/all"), "gloo")

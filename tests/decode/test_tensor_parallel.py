@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from effort import LONG
 from ranks_at_work import Case, die_in_company, fail_alone, refuse_in_company, step_each
 
 from flywheel.decode.rank_processes import run_ranks
@@ -24,10 +25,11 @@ SPECS = (
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
 )
-CASES = {
-    2: [*(Case(spec, DType.BF16, batch=3) for spec in SPECS), Case(SPECS[3], compiled=True)],
-    4: [Case(spec) for spec in SPECS],
-}
+CASES = [
+    pytest.param(2, [Case(spec, DType.BF16, batch=3) for spec in SPECS], id="2"),
+    pytest.param(2, [Case(SPECS[3], compiled=True)], id="2-compiled", marks=LONG),
+    pytest.param(4, [Case(spec) for spec in SPECS], id="4", marks=LONG),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +38,10 @@ def no_process_is_left() -> Iterator[None]:
     assert [each.name for each in multiprocessing.active_children() if each.name.startswith("flywheel-rank")] == []
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_ranks_together_make_the_oracles_logits_and_all_the_same(ranks: int) -> None:
-    by_rank = run_ranks("tiny", step_each, ranks, "gloo", LIMIT_S, ranks, CASES[ranks])
-    for case, made in zip(CASES[ranks], zip(*by_rank, strict=True), strict=True):
+@pytest.mark.parametrize(("ranks", "cases"), CASES)
+def test_ranks_together_make_the_oracles_logits_and_all_the_same(ranks: int, cases: list[Case]) -> None:
+    by_rank = run_ranks("tiny", step_each, ranks, "gloo", LIMIT_S, ranks, cases)
+    for case, made in zip(cases, zip(*by_rank, strict=True), strict=True):
         for each in made:
             assert each.verdict.passed, (case, each.verdict.reason)
             assert not each.alone.passed, case
@@ -76,8 +78,8 @@ def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     ("work", "guilty", "error", "line"),
     [
         (die_in_company, 1, WorkerDiedError, r"tiny: rank 1 of 2: its process died: signal 9 \(SIGKILL\)"),
-        (refuse_in_company, 0, UsageError, "rank 0 refuses"),
-        (fail_alone, 1, WorkerDiedError, "tiny: rank 1 of 2: a product failed"),
+        pytest.param(refuse_in_company, 0, UsageError, "rank 0 refuses", marks=LONG),
+        pytest.param(fail_alone, 1, WorkerDiedError, "tiny: rank 1 of 2: a product failed", marks=LONG),
     ],
 )
 def test_a_rank_that_fails_ends_the_others_with_one_line(

@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import Any, Final
 
 import pytest
-from effort import sample
+from effort import LONG, sample
 from patience import HANG_S
 
 from flywheel.store.sql import open_store
@@ -72,6 +72,7 @@ def reported(out: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "trial"]
 
 
+@LONG
 @pytest.mark.parametrize(
     ("process", "number", "fact"),
     [

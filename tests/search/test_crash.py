@@ -9,14 +9,17 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from effort import examples, pairs
+from effort import LONG, examples, pairs
 
 ROOT = Path(__file__).parents[2]
 STORES = ("sqlite", "postgresql")
 SAMPLERS = ("tpe", "grid")
 CASES = [
     *(pytest.param(*case, 50, "1,2", marks=pytest.mark.slow) for case in product(STORES, SAMPLERS)),
-    *((*case, examples(3, 2), "1") for case in pairs(STORES, SAMPLERS)),
+    *(
+        pytest.param(*case, examples(3, 2), "1", marks=[LONG] if number else [])
+        for number, case in enumerate(pairs(STORES, SAMPLERS))
+    ),
 ]
 
 

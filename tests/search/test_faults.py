@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from effort import FULL, examples
+from effort import FULL, LONG, examples
 
 ROOT = Path(__file__).parents[2]
 ONLY = () if FULL else ("--only", "kill sqlite,shared postgresql,stopped")
@@ -17,7 +17,10 @@ ONLY = () if FULL else ("--only", "kill sqlite,shared postgresql,stopped")
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param((), marks=pytest.mark.slow), ("--short", "--kills", str(examples(2)), "--trials", "12", *ONLY)],
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("--short", "--kills", str(examples(2)), "--trials", "12", *ONLY), marks=LONG),
+    ],
     ids=["long", "short"],
 )
 def test_whatever_fails_no_row_is_lost_or_repeated_and_nothing_hangs(options: tuple[str, ...]) -> None:

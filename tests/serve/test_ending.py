@@ -13,12 +13,13 @@ from urllib.parse import urlparse
 from urllib.request import urlopen
 
 import pytest
+from effort import LONG
 from patience import HANG_S
 from serve.conftest import Served
 
 from flywheel.serve.app import _Guard
 
-LONG = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 159, "ignore_eos": True, "stream": True}).encode()
+ASKED = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 159, "ignore_eos": True, "stream": True}).encode()
 
 
 def ask(served: Served, sent: bytes, length: int) -> socket.socket:
@@ -33,12 +34,12 @@ def ask(served: Served, sent: bytes, length: int) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("leaves", [False, pytest.param(True, marks=LONG)])
 def test_a_server_that_ends_before_a_body_is_whole_says_so_without_a_traceback(
     start: Callable[..., Served], leaves: bool
 ) -> None:
     served = start()
-    connection = ask(served, LONG[:20], len(LONG))
+    connection = ask(served, ASKED[:20], len(ASKED))
     with urlopen(served.url.removesuffix("/v1") + "/health", timeout=HANG_S) as answer:
         assert answer.status == 200  # it has taken the other connection before
     if leaves:
@@ -55,9 +56,10 @@ def test_a_server_that_ends_before_a_body_is_whole_says_so_without_a_traceback(
         connection.close()
 
 
+@LONG
 def test_an_answer_that_is_cut_off_ends_its_stream_without_a_traceback(start: Callable[..., Served]) -> None:
     served = start("--max-sequences", "1")
-    connections = [ask(served, LONG, len(LONG)) for _ in range(12)]  # more than 3 s of answers
+    connections = [ask(served, ASKED, len(ASKED)) for _ in range(12)]  # more than 3 s of answers
     answers = []
     for connection in connections:
         answers.append(HTTPResponse(connection))

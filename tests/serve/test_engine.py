@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from effort import LONG
 from serve.conftest import eventually
 
 from flywheel.decode.sampling import Sampling
@@ -26,6 +27,7 @@ def load_once(folder: Path, mark: Path) -> Decoder:
     return Decoder.load(str(folder), device="reference", context=160)
 
 
+@LONG
 def test_requests_are_told_when_no_worker_starts_again(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import LONG
 
 from flywheel.errors import MirrorError, UsageError
 from flywheel.measure.record import TrialRecord
@@ -190,6 +191,7 @@ def test_of_two_runs_that_two_processes_made_at_once_one_stays(
     assert [step for step, _, _ in by_name(uri)["first"][4]["best_us/predicted"]] == [0, 1, 2, 3, 4]
 
 
+@LONG
 def test_two_processes_that_make_the_tables_of_one_file_at_once_both_end_well(tmp_path: Path) -> None:
     """They are forked where all is imported, so that they begin at once."""
     code = (

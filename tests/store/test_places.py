@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from effort import LONG as TAKES_LONG
 
 from flywheel.errors import StoreError
 from flywheel.store import sql
@@ -108,7 +109,7 @@ def read_only(folder: Path, command: list[str]) -> subprocess.CompletedProcess[s
         folder.chmod(0o755)
 
 
-@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+@pytest.mark.parametrize("is_open", [False, pytest.param(True, marks=TAKES_LONG)], ids=["closed", "open"])
 def test_a_store_in_a_read_only_directory_is_read_and_says_that_it_takes_no_rows(
     tmp_path: Path, make_campaign: Callable[..., Campaign], is_open: bool
 ) -> None:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from effort import pairs, sample
+from effort import LONG, pairs, sample
 from work import lines_run
 
 from flywheel.interop.mpk.graph import INVALID, MpkGraph, event_id
@@ -273,7 +273,7 @@ def test_twenty_thousand_tasks_take_the_work_of_about_a_second_racy_or_not(
     assert verdicts == [every == 10**6]
 
 
-@pytest.mark.parametrize("workers", [None, 128])
+@pytest.mark.parametrize("workers", [None, pytest.param(128, marks=LONG)])
 def test_racy_ranks_take_no_more_work_than_a_task_of_one_rank(graph: Graphs, workers: int | None) -> None:
     found = graph("tiny4g_r2")
     results = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from effort import LONG
 
 from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.predicting import bounds_of, predict_step, shares
@@ -38,7 +39,7 @@ def test_the_experiment_makes_the_graph_that_mpk_makes_byte_for_byte(
     assert json.dumps(steps.llama_document(steps.LLAMA_1B), indent=2).encode() == sample("l1b")
 
 
-@pytest.mark.parametrize("name", ["llama3.2-1b", "llama3-8b"])
+@pytest.mark.parametrize("name", ["llama3.2-1b", pytest.param("llama3-8b", marks=LONG)])
 def test_a_measured_step_of_mpk_is_predicted_within_a_tenth(steps: ModuleType, name: str) -> None:
     dims = {"llama3.2-1b": steps.LLAMA_1B, "llama3-8b": steps.LLAMA_8B}[name]
     found = read_graph(json.dumps(steps.llama_document(dims)).encode())

@@ -9,6 +9,7 @@ from typing import Any
 
 import imagined
 import pytest
+from effort import LONG
 
 from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.cost_model.calibrate import price_here
@@ -84,6 +85,7 @@ def run(lab: Lab, *names: str, **options: Any) -> Calibrated:
     return calibrate(select(lab.store, "few", names), options.pop("ceiling", None), 0.5, **options)
 
 
+@LONG
 def test_held_back_configs_of_two_models_are_predicted_and_ranked(lab: Lab) -> None:
     lab.measure("a", 0, 120)
     lab.measure("b", 1, 120)

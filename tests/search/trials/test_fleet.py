@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from effort import FULL
+from effort import FULL, LONG
 
 from flywheel.errors import FlywheelError, NoGpuError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig
@@ -57,7 +57,11 @@ HOSTS = ("processes", "ray")
 EVERYWHERE = pytest.mark.parametrize("fleets", HOSTS, indirect=True)
 """What is a host's own to do is tested on both kinds. What the fleet does with either: on Ray in the full form only."""
 
-DEATHS = [("processes", "child"), ("processes", "station"), ("ray", "station"), ("ray", "child")]
+RAY_IS_LONG = pytest.mark.parametrize("fleets", [HOSTS[0], pytest.param(HOSTS[1], marks=LONG)], indirect=True)
+
+DEATHS = [
+    ("processes", "child"), ("processes", "station"), pytest.param("ray", "station", marks=LONG), ("ray", "child")
+]  # fmt: skip
 
 
 @pytest.fixture(params=HOSTS if FULL else HOSTS[:1])
@@ -185,7 +189,7 @@ def test_a_hang_is_killed_and_the_others_go_on(
     assert len(attempts(tmp_path)) == 1
 
 
-@EVERYWHERE
+@RAY_IS_LONG
 def test_the_next_config_is_prepared_while_one_is_measured(
     fleets: Fleets, measuring: Callable[..., Setup], configs: list[ScheduleConfig], toy_measures: ModuleType,
     tmp_path: Path,
@@ -332,6 +336,7 @@ def test_nothing_runs_when_a_fleet_has_ended(lab: Any, measuring: Callable[..., 
     assert all(pid is not None and not Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@LONG
 def test_a_node_that_dies_costs_its_trials_one_retry(
     lab: Any, cluster: Any, configs: list[ScheduleConfig], toy_measures: ModuleType
 ) -> None:
@@ -368,6 +373,7 @@ def test_more_workers_than_the_cluster_has_are_refused(lab: Any, cluster: Any) -
         pass
 
 
+@LONG
 def test_a_worker_of_two_gpus_has_both_on_one_node(lab: Any, cluster: Any, toy_measures: ModuleType) -> None:
     from flywheel.search.trials.cluster import RayHost, connect
 

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+from effort import LONG
 
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import TARGETS
@@ -128,6 +129,7 @@ def test_an_engine_that_makes_no_sense_is_refused(options: dict[str, Any], fact:
     assert fact in str(caught.value)
 
 
+@LONG
 def test_a_ray_cluster_of_this_machine_lets_in_nobody_without_its_token(lab: Any) -> None:
     """In processes of their own: Ray reads what it is told of tokens when it is imported."""
     script = (
