@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from effort import examples
-from scipy.stats import chi2
 from torch import Tensor
 
 from flywheel.decode.choices import choose
@@ -53,6 +52,8 @@ def is_distributed(counted: Tensor, shares: Tensor) -> bool:
     expected = torch.cat([expected[often], expected[~often].sum()[None]])
     counted, expected = counted[expected > 0], expected[expected > 0]
     square = float(((counted - expected) ** 2 / expected).sum())
+    from scipy.stats import chi2  # a second, for those who need not wait for it
+
     return square < chi2.isf(5e-4, len(expected) - 1)
 
 

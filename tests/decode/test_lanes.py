@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Final
 
 import pytest
 import torch
+from effort import pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,10 +92,9 @@ class _With:
         return getattr(self._session, name)
 
 
-@pytest.mark.parametrize("family", SPECS)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("lanes", [2, 4, 8])
-def test_greedy_text_is_that_of_no_lookup(family: str, config: str, lanes: int) -> None:
+@pytest.mark.parametrize(("family", "other"), pairs(SPECS, product(CONFIGS, [2, 4, 8])))
+def test_greedy_text_is_that_of_no_lookup(family: str, other: tuple[str, int]) -> None:
+    config, lanes = other
     session, prompt = session_of(family, config, 1, lanes), (3, 7, 0, 3, 7, 0, 3)
     assert text_of(session, prompt, 30) == text_of(alone(family), prompt, 30)
 

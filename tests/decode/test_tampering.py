@@ -35,10 +35,12 @@ SPLIT = ScheduleConfig(
 CASES = {
     # What a layer makes does not depend on how many there are. The whole models have 30 layers and 16.
     "smollm2-135m, fused, split KV": (
-        replace(CATALOG["smollm2-135m"], n_layers=examples(30, 5), vocab=examples(49152, 8192)), SPLIT,
+        replace(CATALOG["smollm2-135m"], n_layers=examples(30, 3), vocab=examples(49152, 2048)), SPLIT,
     ),
     "llama3.2-1b of three layers, unfused": (
-        replace(CATALOG["llama3.2-1b"], n_layers=3, intermediate=examples(8192, 2048), vocab=8192),
+        replace(
+            CATALOG["llama3.2-1b"], n_layers=3, intermediate=examples(8192, 1024), vocab=examples(8192, 2048),
+        ),
         ScheduleConfig(page_allocation="none"),
     ),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from effort import examples
 
 from flywheel.decode.generate import generate
 from flywheel.decode.request import Request
@@ -137,13 +138,14 @@ def test_logits_agree_three_ways_in_bfloat16(opened: Callable[[str], Opened]) ->
 
 
 def test_greedy_generation_agrees_token_for_token(opened: Callable[[str], Opened]) -> None:
+    count = examples(32, 12)
     model, session, oracle = opened("f32")
     prompt = torch.randint(0, SIZES["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         # Without a mask, transformers would leave out the prompt's token 0, which it pads with.
         wanted = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=32, max_new_tokens=32
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=count, max_new_tokens=count
         )[0, 40:].tolist()
-    generation = generate(session, Request(tuple(prompt[0].tolist()), 32), oracle)
+    generation = generate(session, Request(tuple(prompt[0].tolist()), count), oracle)
     assert list(generation.token_ids) == wanted
     assert len(set(wanted)) > 3

@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 from damage import damaged
+from effort import pairs
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import (
@@ -49,9 +50,9 @@ def lowered(config: str, batch: int, lanes: int) -> MegakernelProgram:
     return lower(decode_step(SPEC, CONTEXT, DType.BF16, batch, lanes=lanes), CONFIGS[config], TARGET)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(("batch", "lanes"), [(2, 2), (4, 4), (8, 4), (6, 3), (8, 8)])
-def test_programs_of_several_lanes_are_safe_by_each_proof(config: str, batch: int, lanes: int) -> None:
+@pytest.mark.parametrize(("config", "rows"), pairs(CONFIGS, [(2, 2), (4, 4), (8, 4), (6, 3), (8, 8)]))
+def test_programs_of_several_lanes_are_safe_by_each_proof(config: str, rows: tuple[int, int]) -> None:
+    batch, lanes = rows
     program = lowered(config, batch, lanes)
     tasks = replace(program, tasks=tuple(program.tasks), buffers=tuple(program.buffers))
     one, other = (validate(each, strict=True) for each in (program, tasks))

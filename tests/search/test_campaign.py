@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from effort import pairs
 
 from flywheel.errors import UsageError
 from flywheel.ir import MegakernelProgram
@@ -57,8 +58,7 @@ def test_a_spent_campaign_is_not_run_again(lab: Any) -> None:
     assert (again.trials, again.new_trials, again.stopped, again.best) == (12, 0, "trials", first.best)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("parallel", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize(("sampler", "parallel"), pairs(SAMPLERS, [False, True]))
 def test_a_seed_decides_every_proposal(lab: Any, wide: Callable[..., Any], sampler: str, parallel: bool) -> None:
     for name in ("first", "second"):
         engine = wide(lab.bench()) if parallel else InlineEngine(lab.bench())

@@ -6,7 +6,7 @@ from itertools import combinations
 from math import prod
 
 import pytest
-from effort import sample
+from effort import pairs, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,8 +71,7 @@ def test_every_value_of_every_knob_changes_the_program(model: str) -> None:
 CHIPS = tuple({(target.sm_arch, target.num_sms): target for target in TARGETS.values()}.values())
 
 
-@pytest.mark.parametrize("target", [*CHIPS, FEW_SMS, TWO_SMS], ids=lambda target: target.name)
-@pytest.mark.parametrize("context", [64, 500])
+@pytest.mark.parametrize(("target", "context"), pairs([*CHIPS, FEW_SMS, TWO_SMS], [64, 500]))
 def test_no_value_is_dead_on_a_small_model(target: GpuTarget, context: int) -> None:
     searched = make_space(workload(target=target, context=context))
     assert list(dead_values(searched, searched.known_good()[1])) == []
