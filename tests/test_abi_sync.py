@@ -57,6 +57,8 @@ CAPS = {
     "FW_WORK_BYTES": staging.WORK_BYTES,
     "FW_MAX_RING_SLOTS": variant.MAX_RING_SLOTS,
     "FW_MAX_X_SLICES": variant.MAX_X_SLICES,
+    "FW_MAX_X_SCALES": staging.MAX_X_SCALES,
+    "FW_X_BLOCK": staging.X_BLOCK,
     "FW_WARP": variant.WARP,
     "FW_FORMAT_SHIFT": abi.FORMAT_SHIFT,
     "FW_FORMAT_MASK": abi.FORMAT_MASK,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.ir import DType, InstructionKind
+from flywheel.plan.formats import Code
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
 from flywheel.plan.step import RESULT_REF, Form, Step, look, x_rows
 
@@ -16,7 +17,8 @@ class Staging:
     `end`.
 
     With `in_place`, the step that makes the operand writes it there. With `scaled_later`, that step is a norm, and the
-    products apply its rows' scales.
+    products apply its rows' scales. With `digits`, the matrices are int4, and the operand's only row is staged as
+    digits.
     """
 
     ref: int
@@ -26,6 +28,7 @@ class Staging:
     end: int
     in_place: bool
     scaled_later: bool
+    digits: bool
 
 
 def stagings_of(steps: Sequence[Step], form: Form) -> tuple[Staging, ...]:
@@ -46,11 +49,11 @@ def _runs(steps: Sequence[Step], form: Form) -> list[tuple[int, ...]]:
     """Runs of matrix steps; each multiplies one staged operand."""
     reuse = not any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     runs: list[tuple[int, ...]] = []
-    last: tuple[object, ...] | None = None  # ref and K of the operand of the last run
+    last: tuple[object, ...] | None = None  # ref and K of the operand of the last run, and whether it is digits
     for index, step in enumerate(steps):
         if step.matrix:
             x = step.args[0]
-            operand = x, step.params["K"]
+            operand = x, step.params["K"], _takes_digits(step, steps, form)
             stays = not step.streams and not (x < RESULT_REF and form.written[x] is not None)
             if reuse and stays and operand == last:
                 runs[-1] = (*runs[-1], index)
@@ -76,10 +79,12 @@ def _staging(
     stride = operand_stride(rows, first.depth if first.streams else first.params["K"])
     nbytes = value.dtype.nbytes(rows * stride * (first.beside if first.streams else 1))
     norms = made >= 0 and _norms_alone(steps, made, members)
+    digits = _takes_digits(first, steps, form)
     in_place = (
         made >= free_from
         and first.depth % FRAGMENT_K == 0
         and (rows == 1 or norms)
+        and (not digits or _multiplied_alone(steps, made, members))
         and all(each.op is not InstructionKind.ATTENTION_TILE for each in steps[made + 1 : members[0]])
         and (until is None or max(last, last_uses(steps)[made]) < until)
     )
@@ -87,20 +92,27 @@ def _staging(
         last = max(last, last_uses(steps)[made])
     end = len(steps) if until is None else last
     later = in_place and norms and value.dtype is DType.BF16  # unscaled values may exceed F16
-    return Staging(x, members, nbytes, made if in_place else members[0], end, in_place, later)
+    return Staging(x, members, nbytes, made if in_place else members[0], end, in_place, later, digits)
+
+
+def _takes_digits(step: Step, steps: Sequence[Step], form: Form) -> bool:
+    """Whether a matrix step multiplies int4 codes by one row."""
+    return step.coded is not None and step.coded.coding.code is Code.I4 and x_rows(step, steps, form) == 1
+
+
+def _multiplied_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
+    """Whether only the matrix steps `members` read the result of step `made`, as their operand."""
+    x = RESULT_REF + made
+    readers = {index for index, step in enumerate(steps) if x in step.reads}
+    return readers == set(members) and all(x not in steps[index].reads[1:] for index in members)
 
 
 def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
     """Whether a norm makes rows that only the matrix steps `members` read, so that the rows may have the products'
     stride."""
     norm = steps[made]
-    x = RESULT_REF + made
-    readers = {index for index, step in enumerate(steps) if x in step.reads}
-    same = all(
-        step.params["K"] == norm.params.get("hidden") and x not in step.reads[1:]
-        for step in (steps[index] for index in members)
-    )
-    return norm.op is InstructionKind.RMSNORM and readers == set(members) and same
+    same = all(steps[index].params["K"] == norm.params.get("hidden") for index in members)
+    return norm.op is InstructionKind.RMSNORM and same and _multiplied_alone(steps, made, members)
 
 
 def last_uses(steps: Sequence[Step]) -> list[int]:

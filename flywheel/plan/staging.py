@@ -25,6 +25,12 @@ MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 MAX_INPUT_ROWS_BYTES: Final = 36 * 1024
 """Largest size for an input of several rows. A larger one would cost more, by the room that the weight ring loses."""
 
+X_BLOCK: Final = 256
+"""Elements of an operand in digits that share a scale."""
+
+MAX_X_SCALES: Final = MAX_STAGED_BYTES // (2 * X_BLOCK)
+"""Most scales of an operand in digits."""
+
 WORK_BYTES: Final = 8 * 1024
 """Bytes at the end of the staging area that kernels without a matrix operand use."""
 

@@ -95,9 +95,8 @@ class StepFlag(IntFlag):
     NEW_ROW = 131072
     """The ROPE of a key, the first step of a launch's new row. One kernel does all steps of that row."""
     LEFT = 262144
-    """A step that is skipped, since the kernel of another step does its work. An attention (TURNS) does the ROPE of its
-    queries. The step that does a ROPE may do the RMSNORM of the same heads. The first step of a new row (NEW_ROW) does
-    the steps after it."""
+    """A step that the kernel of another step does: an attention (TURNS) the ROPE of its queries, the step that does a
+    ROPE perhaps the RMSNORM of the same heads, the first step of a new row (NEW_ROW) the steps after it."""
     TURNS = 524288
     """An ATTENTION_TILE that does the ROPE before it, on operands that tensor cores take."""
     LAST = 1048576
@@ -106,10 +105,11 @@ class StepFlag(IntFlag):
     """An attention with TURNS that also appends the new row, to which it attends last. It does the ROPE of the row's
     key and the KV_APPENDs of its key and its value (`amk_attention_t`)."""
     LEAVES_SCALE = 4194304
-    """An RMSNORM that stages x * w without the scale of each row, and announces it. Its products (TAKES_SCALE) begin
-    before the scale is known, and are multiplied by it at their end."""
+    """An RMSNORM that stages x * w without the scale of each row, and announces it: its products begin before that."""
     TAKES_SCALE = 8388608
-    """A matrix step whose products are multiplied by the scales of a norm with LEAVES_SCALE."""
+    """A matrix step whose products are multiplied by the scales of a norm with LEAVES_SCALE, at their end."""
+    DIGITS = 16777216
+    """A matrix step of I4 that stages its operand, one row, as digits; or the step that makes that operand."""
 
 
 class SegmentFlag(IntFlag):

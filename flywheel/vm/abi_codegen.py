@@ -28,7 +28,7 @@ from flywheel.ir import (
     MemSpace,
 )
 from flywheel.plan.formats import UNIT_ALIGNMENT, Code, Scales
-from flywheel.plan.staging import FRAGMENT_K, MIN_STAGED_BYTES, WORK_BYTES
+from flywheel.plan.staging import FRAGMENT_K, MAX_X_SCALES, MIN_STAGED_BYTES, WORK_BYTES, X_BLOCK
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
 from flywheel.vm import abi, kernels
@@ -80,6 +80,8 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_WORK_BYTES": WORK_BYTES,
         "FW_MAX_RING_SLOTS": MAX_RING_SLOTS,
         "FW_MAX_X_SLICES": MAX_X_SLICES,
+        "FW_MAX_X_SCALES": MAX_X_SCALES,
+        "FW_X_BLOCK": X_BLOCK,
         "FW_WARP": WARP,
         "FW_FORMAT_SHIFT": abi.FORMAT_SHIFT,
         "FW_FORMAT_MASK": abi.FORMAT_MASK,

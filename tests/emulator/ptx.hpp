@@ -43,6 +43,13 @@ inline void ptx_shared_load64(uint32_t& x, uint32_t& y, uint32_t from) {
     const uint32_t* words = emulator::aligned<uint32_t>(emulator::shared_pointer(from), 8);
     x = words[0], y = words[1];
 }
+inline void ptx_shared_load8(uint32_t& x, uint32_t from) {
+    x = static_cast<uint8_t>(*static_cast<const char*>(emulator::shared_pointer(from)));
+}
+inline void ptx_shared_store64(uint32_t to, uint32_t x, uint32_t y) {
+    uint32_t* words = emulator::aligned<uint32_t>(emulator::shared_pointer(to), 8);
+    words[0] = x, words[1] = y;
+}
 inline void ptx_store32_sys(void* to, uint32_t bits) { emulator::store_far(to, &bits, 4); }
 inline void ptx_store16_sys(void* to, unsigned short bits) { emulator::store_far(to, &bits, 2); }
 inline void ptx_store128_sys(void* to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
@@ -122,6 +129,13 @@ template <typename Half> inline uint32_t emulated_fma(uint32_t a, uint32_t b, ui
 }
 inline void ptx_fma_bf16x2(uint32_t& to, uint32_t a, uint32_t b, uint32_t c) { to = emulated_fma<EmulatedBf16>(a, b, c); }
 inline void ptx_fma_f16x2(uint32_t& to, uint32_t a, uint32_t b, uint32_t c) { to = emulated_fma<EmulatedF16>(a, b, c); }
+template <typename Half> inline uint32_t emulated_max(uint32_t a, uint32_t b) {
+    const auto larger = [](float x, float y) { return x != x || y != y ? x + y : x > y ? x : y; };
+    return emulated_pair<Half>(larger(Half::to_float(a >> 16), Half::to_float(b >> 16)),
+                               larger(Half::to_float(a & 0xffff), Half::to_float(b & 0xffff)));
+}
+inline void ptx_max_nan_bf16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedBf16>(a, b); }
+inline void ptx_max_nan_f16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedF16>(a, b); }
 inline void ptx_to_f16(unsigned short& to, float from) { to = static_cast<unsigned short>(EmulatedF16::from_float(from)); }
 inline void ptx_from_f16(float& to, unsigned short from) { to = EmulatedF16::to_float(from); }
 
@@ -150,3 +164,20 @@ inline void emulated_mma(float& c0, float& c1, float& c2, float& c3, const uint3
     }
 FW_EMULATED_MMA(ptx_mma_bf16, EmulatedBf16)
 FW_EMULATED_MMA(ptx_mma_f16, EmulatedF16)
+
+// m16n8k32 of bytes: as above, with columns 4t to 4t + 3, then 16 + 4t to 16 + 4t + 3 in place of the pairs.
+inline void ptx_mma_s8(int& c0, int& c1, int& c2, int& c3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                       uint32_t b1) {
+    const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+    const uint32_t(*all)[8] = emulator::gather(mine, 6);
+    const int g = emulator::lane() / 4, t = emulator::lane() % 4;
+    int* const sums[4] = {&c0, &c1, &c2, &c3};
+    const auto byte = [](uint32_t word, int i) { return static_cast<int>(static_cast<int8_t>(word >> i * 8)); };
+    for (int k = 0; k < 32; k++) {  // byte k % 4 of word k / 16 of lane k / 4 % 4
+        const uint32_t* rows = all[4 * g + k / 4 % 4] + k / 16 * 2;
+        for (int j = 0; j < 2; j++) {
+            const int column = byte(all[4 * (2 * t + j) + k / 4 % 4][4 + k / 16], k % 4);
+            for (int i = 0; i < 2; i++) *sums[i * 2 + j] += byte(rows[i], k % 4) * column;
+        }
+    }
+}

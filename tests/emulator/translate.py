@@ -51,6 +51,8 @@ CALLS: Final[Mapping[str, str]] = {
     "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": "shared_load128",
     "st.shared.v4.u32 [%0], {%1, %2, %3, %4};": "shared_store128",
     "ld.shared.v2.u32 {%0, %1}, [%2];": "shared_load64",
+    "ld.shared.u8 %0, [%1];": "shared_load8",
+    "st.shared.v2.u32 [%0], {%1, %2};": "shared_store64",
     "mbarrier.init.shared.b64 [%0], %1;": "barrier_init",
     "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }": "barrier_arrive",
     "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }": "barrier_expect",
@@ -64,6 +66,8 @@ CALLS: Final[Mapping[str, str]] = {
     "{ .reg .pred mine, all; setp.ne.u32 mine, %1, 0; barrier.cta.red.and.pred all, %2, %3, mine; "
     "selp.u32 %0, 1, 0, all; }": "named_barrier_all",
     "max.NaN.f32 %0, %1, %2;": "max_nan",
+    "max.NaN.bf16x2 %0, %1, %2;": "max_nan_bf16x2",
+    "max.NaN.f16x2 %0, %1, %2;": "max_nan_f16x2",
     "cvt.rn.bf16.f32 %0, %1;": "to_bf16",
     "cvt.rn.f16.f32 %0, %1;": "to_f16",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "to_bf16x2",
@@ -73,6 +77,7 @@ CALLS: Final[Mapping[str, str]] = {
     "cvt.f32.f16 %0, %1;": "from_f16",
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 " + _FRAGMENTS: "mma_bf16",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + _FRAGMENTS: "mma_f16",
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 " + _FRAGMENTS: "mma_s8",
 }  # fmt: skip
 """Template, its white space folded -> what ptx_ function it is."""
 

@@ -32,6 +32,13 @@ FORMATS = {
 """dtype, rows that share a scale (0: all), columns that do (None: all), type of the scales, with zero points."""
 
 
+DIGITS = 4e-5
+"""Share of the largest element that a product of int4 may be off by, where one row of F16 is rounded to 16 bits.
+
+An element is off by up to 2^-16 of the largest of 256, which is 3.2 times the mean size here. Such errors add up to
+1.1e-5 of the largest sum, and some of 80 sums have 3.5 times as much. Most elements of BF16 are exact in 16 bits."""
+
+
 def matrix(name: str, rows: int, depth: int, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """(buffers, tensors, params of its DEQUANT) of a random matrix `w`, of every code there is."""
     dtype, shared, group, scale, zeros = FORMATS[name]
@@ -85,7 +92,8 @@ def test_products_of_each_format(conform: Conform, name: str, dtype: DType, rows
     buffers, tensors, params = matrix(name, 80, depth)
     names = ["x", *buffers]
     all_buffers = {"x": (IN, dtype, (rows, depth)), **buffers, "y": (OUT, F32, (rows, 80))}
-    conform(all_buffers, tiles(names, params, SPANS[spans], rows, depth, F32), tensors)
+    extra = DIGITS if rows == 1 and dtype is F16 and FORMATS[name][0] is I4 else 0.0
+    conform(all_buffers, tiles(names, params, SPANS[spans], rows, depth, F32), tensors, extra=extra)
 
 
 @pytest.mark.parametrize("slices", [1, 2])

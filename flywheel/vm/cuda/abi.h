@@ -48,6 +48,8 @@ typedef uint32_t amk_counter_t;
 #define FW_WORK_BYTES 8192
 #define FW_MAX_RING_SLOTS 64
 #define FW_MAX_X_SLICES 4
+#define FW_MAX_X_SCALES 128
+#define FW_X_BLOCK 256
 #define FW_WARP 32
 #define FW_FORMAT_SHIFT 8
 #define FW_FORMAT_MASK 255
@@ -124,6 +126,7 @@ typedef uint32_t amk_counter_t;
 #define FW_STEP_APPENDS 2097152
 #define FW_STEP_LEAVES_SCALE 4194304
 #define FW_STEP_TAKES_SCALE 8388608
+#define FW_STEP_DIGITS 16777216
 #define FW_EPILOGUE_NONE 0
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2

@@ -80,6 +80,9 @@ struct Block {
     uint64_t task_ready[TASK_SLOTS];
     uint64_t task_free[TASK_SLOTS];
     alignas(16) float reduce[2][WARP];
+#ifdef FW_FORMATS
+    uint8_t x_scales[FW_MAX_X_SCALES];  // of the staged operand, where it is digits: exponents of floats (digits.cuh)
+#endif
     float scales[FW_MAX_ROWS];  // what products with those rows are multiplied by, until the next such norm
     TaskSlot tasks[TASK_SLOTS];
 

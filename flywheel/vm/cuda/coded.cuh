@@ -1,36 +1,41 @@
-// Products of quantised weights: codes and their scales from the ring, made fragments in registers, times the staged operand.
+// Products of quantised weights: codes and their scales from the ring times the staged operand.
 //
-// A unit is 16 rows x 1024 K: eight groups of 128, cut into eight steps of a fragment of each group, and behind its codes the
-// scales of the groups. Fragment j of step i is that of 16 columns (i ^ (j & 3)) of group j, so that eight lanes which read x
-// of eight groups meet in no bank. A 16-byte load is EACH fragments; register r of a fragment is in word r of the load.
+// A unit is 16 rows x 1024 K: eight groups of 128, and behind their codes their scales. It is cut into steps: of 8-bit codes a
+// fragment of each group, that of 16 columns (i ^ (j & 3)) of group j in step i, so that eight lanes which read x of eight groups
+// meet in no bank; of I4 the two fragments of 32 columns of each group. A 16-byte load has those of two groups. Register r of a
+// fragment is in word r of the load.
 //
-// No code takes arithmetic to become a half: the bits of an integer are a half's as they are, a very small one's, and those of an
-// E4M3 float are a half's with another exponent. BF16 x is multiplied by 2^100 for that, and each sum by UNDO. I4 and I8 are
-// stored as unsigned, 8 or 128 too large: a product of x with that comes off again.
+// One row of x is multiplied by I4 as digits, byte by byte (digits.cuh). Otherwise no code takes arithmetic to become a half: the
+// bits of an integer are a half's as they are, a very small one's, and those of an E4M3 float are a half's with another exponent.
+// BF16 x is multiplied by 2^100 for that, and each sum by UNDO. I8 are stored as unsigned, 128 too large, and I4 of even groups 8
+// too large: a product of x with that comes off again.
 // Source: docs/vm.md, "Quantised weights".
 #pragma once
 
-#include "product.cuh"
+#include "digits.cuh"
 
 #if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
 
-constexpr int UNIT_GROUPS = 8, UNIT_STEPS = 8, UNIT_FRAGMENTS = UNIT_GROUPS * UNIT_STEPS;
-constexpr int GROUP_X_BYTES = UNIT_STEPS * FRAGMENT_X_BYTES, UNIT_X_BYTES = UNIT_GROUPS * GROUP_X_BYTES;
+constexpr int UNIT_GROUPS = 8, GROUP_FRAGMENTS = 8, UNIT_FRAGMENTS = UNIT_GROUPS * GROUP_FRAGMENTS;
+constexpr int GROUP_X_BYTES = GROUP_FRAGMENTS * FRAGMENT_X_BYTES, UNIT_X_BYTES = UNIT_GROUPS * GROUP_X_BYTES;
 
 // A format by its number (plan/formats.py).
 template <int FORMAT> struct Coding {
     static constexpr int CODE = FORMAT & 3, SCALES = FORMAT >> 2 & 3;
     static constexpr bool HAS_ZEROS = FORMAT >> 4 & 1;
     static constexpr bool SCALED = SCALES != FW_SCALES_ROWS;        // in the stream, and not behind the product
-    static constexpr int EACH = CODE == FW_CODE_I4 ? 4 : 2;         // fragments of a load
-    static constexpr int LOADS = UNIT_GROUPS / EACH;                // of a step
-    static constexpr int STEP_BYTES = LOADS * 512, CODE_BYTES = UNIT_STEPS * STEP_BYTES;
+    static constexpr bool DIGITS = CODE == FW_CODE_I4;              // multiply those of one row
+    static constexpr int DEPTH = DIGITS ? 2 : 1;                    // fragments of a group in a step
+    static constexpr int STEPS = GROUP_FRAGMENTS / DEPTH, LOADS = UNIT_GROUPS / 2;  // of a unit, of a step
+    static constexpr int STEP_BYTES = LOADS * 512, CODE_BYTES = STEPS * STEP_BYTES;
     static constexpr int SCALE_BYTES = !SCALED ? 0 : SCALES == FW_SCALES_BLOCKS ? 32 : 256;
     static constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? 256 : 0);
     static constexpr bool BF16 = FW_DTYPE == AMK_DTYPE_BF16;
     static constexpr int TOO_LARGE = HAS_ZEROS ? 0 : CODE == FW_CODE_I4 ? 8 : CODE == FW_CODE_I8 ? 128 : 0;
     static constexpr float ODD = CODE == FW_CODE_I4 ? 1.0f / 16 : 1.0f;  // what fragments of odd groups are to be multiplied by
     static constexpr float UNDO = CODE == FW_CODE_F8 ? (BF16 ? 0x1p20f : 0x1p8f) : (BF16 ? 0x1p33f : 0x1p24f);
+    // What digits are added up by, for what codes are too large by and for zero points, which are stored as much too large.
+    static constexpr int SUMMED = 8;
     // What x is added up by for zero points, as a half, and one over it: not the least there is, since sums of such small numbers
     // keep few bits, and a zero point enlarges what they lack.
     static constexpr int MINUS = BF16 ? 0x8080 : 0x8400;
@@ -44,18 +49,20 @@ template <int FORMAT> struct Coding {
         return 0x8000 | (BF16 ? exponent - 6 + 127 << 7 : exponent - 9 + 15 << 10);
     }
     __device__ static constexpr uint32_t word(int half) { return static_cast<uint32_t>(half) * 0x10001u; }
+    // The two groups of which a lane t has the scales and zero points, and adds up the sums of one row.
+    __device__ static constexpr int lower_group(int t) { return DIGITS ? t : 2 * t; }
+    __device__ static constexpr int upper_group(int t) { return DIGITS ? t + 4 : 2 * t + 1; }
 };
 
-// Register r of the fragments of a load, from its word r. Of I4, the odd fragments are 16 times too large, and `PAIRED` leaves
-// those before them in their lower bits, which takes fewer operations.
-template <int CODE, bool PAIRED>
-__device__ __forceinline__ void decode(uint32_t q, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
+// Register r of the fragments of a load, from its word r: as integers without a sign, 8 or 128 too large, or as small floats. Of
+// I4, those of the odd group are 16 times too large.
+template <int CODE> __device__ __forceinline__ void decode(uint32_t q, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
     if constexpr (CODE == FW_CODE_I4) {
         const uint32_t upper = __byte_perm(q, 0, 0x4341);
         a[0] = q & 0x000f000f;
-        a[1] = q & (PAIRED ? 0x00ff00ff : 0x00f000f0);
+        a[1] = (q & 0x00f000f0) ^ 0x00800080;
         a[2] = upper & 0x000f000f;
-        a[3] = PAIRED ? upper : upper & 0x00f000f0;
+        a[3] = (upper & 0x00f000f0) ^ 0x00800080;
     } else if constexpr (CODE == FW_CODE_I8) {
         a[0] = q & 0x00ff00ff;
         a[1] = __byte_perm(q, 0, 0x4341);
@@ -99,42 +106,45 @@ __device__ __forceinline__ uint2 enlarged(const uint2& x) {
 }
 
 // As Product, of one format. Of one row, column c of an mma carries x of group c, and of accumulator j column j alone counts: the
-// sum of group j. Several rows are a column each.
+// sum of group j. Of digits, columns 2t and 2t + 1 carry those of one group, of the first four or of the others. Several rows are a
+// column each.
 template <int FORMAT> struct CodedProduct {
     using C = Coding<FORMAT>;
     static constexpr int PRELOADED = 1;  // steps
     float acc[UNIT_GROUPS][4];           // sums of groups; of a unit if they are scaled, else of all so far
-    float off[4];                        // of one row, sums of what codes are too large by
+    float off[C::DIGITS ? 2 : 1][4];     // of one row, sums of what codes are too large by; of digits twice, for four groups each
     float total[4];                      // scaled sums: of one row those of rows g and g + 8, else as an accumulator's
     uint4 codes[C::LOADS];               // of the next step
 
     // As in Fragments: what is dealt out are steps.
     static __device__ __forceinline__ bool multiplies(const MatrixSegment& segment) { return segment.format() == FORMAT; }
     static __device__ __forceinline__ int pieces(const MatrixSegment& segment, int chunk) {
-        return segment.blocks(chunk) * UNIT_STEPS;
+        return segment.blocks(chunk) * C::STEPS;
     }
     static __device__ __forceinline__ int offset(int step) {
-        return step * C::STEP_BYTES + step / UNIT_STEPS * (C::UNIT_BYTES - C::CODE_BYTES);
+        return step * C::STEP_BYTES + step / C::STEPS * (C::UNIT_BYTES - C::CODE_BYTES);
     }
     static __device__ __forceinline__ uint32_t x_fragment(uint32_t unit, int step) { return unit * UNIT_FRAGMENTS; }
     static __device__ __forceinline__ int x_fragments(const MatrixSegment& segment) {
         const int tail = segment.flags >> FW_TAIL_SHIFT & FW_TAIL_MASK;
-        return (segment.kblocks - 1) * UNIT_FRAGMENTS + tail * UNIT_STEPS;
+        return (segment.kblocks - 1) * UNIT_FRAGMENTS + tail * GROUP_FRAGMENTS;
     }
     static __device__ __forceinline__ int groups(const MatrixSegment& segment, int chunk) {
-        return x_fragments(segment) / UNIT_STEPS - chunk * segment.chunk_kblocks * UNIT_GROUPS;
+        return x_fragments(segment) / GROUP_FRAGMENTS - chunk * segment.chunk_kblocks * UNIT_GROUPS;
     }
 
-    __device__ __forceinline__ void clear_sums() {
+    // To 0, or of digits to NO_DIGITS.
+    __device__ __forceinline__ void clear_sums(float to) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
 #pragma unroll
-            for (int j = 0; j < UNIT_GROUPS; j++) acc[j][i] = 0.0f;
-            off[i] = 0.0f;
+            for (int j = 0; j < UNIT_GROUPS; j++) acc[j][i] = to;
+#pragma unroll
+            for (auto& sums : off) sums[i] = to;
         }
     }
     __device__ __forceinline__ void clear() {
-        clear_sums();
+        clear_sums(0.0f);
 #pragma unroll
         for (int i = 0; i < 4; i++) total[i] = 0.0f;
     }
@@ -144,37 +154,62 @@ template <int FORMAT> struct CodedProduct {
         for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * 512);
     }
 
-    // Fragment e of load i is that of group i * EACH + e; `take(group, a)` multiplies it. Each load makes room for one of `from`.
-    template <bool PAIRED, typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
+    // Fragments of a step, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`. The two
+    // of a group have those of three others between them, so that one sum need not wait for the other.
+    template <typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
 #pragma unroll
-        for (int i = 0; i < C::LOADS; i++) {
-            const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
-            uint32_t a[4][C::EACH];
+        for (int i = 0; i < C::LOADS; i += C::DEPTH) {
+            uint32_t a[C::DEPTH][4][2 * C::DEPTH];
 #pragma unroll
-            for (int r = 0; r < 4; r++) decode<C::CODE, PAIRED>(words[r], a[r]);
-            codes[i] = load_shared16(from + i * 512);
+            for (int load = 0; load < C::DEPTH; load++) {
+                const uint4 q = codes[i + load];
+                decode<C::CODE>(q.x, a[load][0]);
+                decode<C::CODE>(q.y, a[load][1]);
+                decode<C::CODE>(q.z, a[load][2]);
+                decode<C::CODE>(q.w, a[load][3]);
+                codes[i + load] = load_shared16(from + (i + load) * 512);
+            }
 #pragma unroll
-            for (int e = 0; e < C::EACH; e++) take(i * C::EACH + e, uint4{a[0][e], a[1][e], a[2][e], a[3][e]});
+            for (int e = 0; e < 2 * C::DEPTH * C::DEPTH; e++) {
+                const int which = e / (2 * C::DEPTH), load = e / 2 % C::DEPTH, its = which * 2 + e % 2;
+                take((i + load) * 2 + e % 2, which, uint4{a[load][0][its], a[load][1][its], a[load][2][its], a[load][3][its]});
+            }
         }
     }
     // A step of one row, by columns `x` of x.
     __device__ __forceinline__ void multiply_one(const uint2& x, uint32_t from) {
-        each_fragment<true>(from, [&](int group, const uint4& a) { mma(acc[group], a, x); });
+        each_fragment(from, [&](int group, int which, const uint4& a) { mma(acc[group], a, x); });
         if (C::TOO_LARGE > 0) {
             constexpr uint32_t A = C::word(0x8000 | C::TOO_LARGE);
-            mma(off, {A, A, A, A}, x);
+            mma(off[0], {A, A, A, A}, x);
         } else if (C::HAS_ZEROS) {
             constexpr uint32_t A = C::word(C::MINUS);
-            mma(off, {A, A, A, A}, x);
+            mma(off[0], {A, A, A, A}, x);
         }
+    }
+    // The same by digits of the first four groups and of the others. Codes of odd groups are multiplied together with those of the
+    // even one before them, in their lower bits.
+    __device__ __forceinline__ void multiply_digits(const uint2 (&x)[2], uint32_t from) {
+#pragma unroll
+        for (int i = 0; i < C::LOADS; i++) {
+            constexpr uint32_t LOW = 0x0f0f0f0f;
+            const uint4 q = codes[i];
+            codes[i] = load_shared16(from + i * 512);
+            multiply_bytes(acc[i * 2], {q.x & LOW, q.y & LOW, q.z & LOW, q.w & LOW}, x[i / 2]);
+            multiply_bytes(acc[i * 2 + 1], q, x[i / 2]);
+        }
+        constexpr uint32_t A = C::SUMMED * 0x01010101u;
+#pragma unroll
+        for (int i = 0; i < 2; i++) multiply_bytes(off[i], {A, A, A, A}, x[i]);
     }
     // What the fragments of a group of several rows are added to, of rows g and g + 8: less what codes are too large by.
     __device__ __forceinline__ static uint2 minus_of(int group, uint32_t zeros) {
         const bool odd = C::CODE == FW_CODE_I4 && group % 2;
         if (!C::HAS_ZEROS) return {C::word(C::minus(odd)), C::word(C::minus(odd))};
-        const uint2 pair = load_shared8(zeros + group / 2 * 8);  // those of two groups
-        const uint32_t g = __byte_perm(pair.x, 0, group % 2 ? 0x3232 : 0x1010) << (odd ? 4 : 0);
-        const uint32_t h = __byte_perm(pair.y, 0, group % 2 ? 0x3232 : 0x1010) << (odd ? 4 : 0);
+        const int t = C::DIGITS ? group % 4 : group / 2;
+        const uint2 pair = load_shared8(zeros + t * 8);  // those of two groups
+        const uint32_t g = __byte_perm(pair.x, 0, group == C::upper_group(t) ? 0x3232 : 0x1010) << (odd ? 4 : 0);
+        const uint32_t h = __byte_perm(pair.y, 0, group == C::upper_group(t) ? 0x3232 : 0x1010) << (odd ? 4 : 0);
         constexpr uint32_t LOWER = C::word(0x8000 | C::RAISE), NOTHING = C::word(0x8000);
         return {fma_halves(g, LOWER, NOTHING), fma_halves(h, LOWER, NOTHING)};
     }
@@ -182,8 +217,8 @@ template <int FORMAT> struct CodedProduct {
     // of others are 0: any x will do.
     template <bool WHOLE>
     __device__ __forceinline__ void multiply_rows(uint32_t x, int step, int groups, uint32_t zeros, uint32_t from) {
-        each_fragment<false>(from, [&](int group, const uint4& codes) {
-            const uint32_t at = x + (step ^ (group & 3)) * FRAGMENT_X_BYTES;
+        each_fragment(from, [&](int group, int which, const uint4& codes) {
+            const uint32_t at = x + (C::DIGITS ? step * 2 + which : step ^ (group & 3)) * FRAGMENT_X_BYTES;
             const uint2 columns = load_shared8(at + (WHOLE ? group : min(group, groups - 1)) * GROUP_X_BYTES);
             float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
             if constexpr (C::SUBTRACTS) {
@@ -203,27 +238,29 @@ template <int FORMAT> struct CodedProduct {
             const float lower = quarter & 1 ? acc[2 + i % 2][i] : acc[i % 2][i];
             const float upper = quarter & 1 ? acc[6 + i % 2][i] : acc[4 + i % 2][i];
             own[i] = quarter & 2 ? upper : lower;
-            if (C::CODE == FW_CODE_I4 && i % 2) {  // what the fragments before them have added to this column
-                const float before = quarter & 1 ? acc[2][i] : acc[0][i], later = quarter & 1 ? acc[6][i] : acc[4][i];
-                own[i] = (own[i] - (quarter & 2 ? later : before)) * C::ODD;
-            }
         }
         if (C::HAS_ZEROS) {
             const uint2 pair = load_shared8(zeros);
-            own[0] += off[0] * (C::PER_MINUS * static_cast<float>(pair.x & 0xffff));
-            own[1] += off[1] * (C::PER_MINUS * static_cast<float>(pair.x >> 16));
-            own[2] += off[2] * (C::PER_MINUS * static_cast<float>(pair.y & 0xffff));
-            own[3] += off[3] * (C::PER_MINUS * static_cast<float>(pair.y >> 16));
+            own[0] += off[0][0] * (C::PER_MINUS * static_cast<float>(pair.x & 0xffff));
+            own[1] += off[0][1] * (C::PER_MINUS * static_cast<float>(pair.x >> 16));
+            own[2] += off[0][2] * (C::PER_MINUS * static_cast<float>(pair.y & 0xffff));
+            own[3] += off[0][3] * (C::PER_MINUS * static_cast<float>(pair.y >> 16));
         } else if (C::TOO_LARGE > 0) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) own[i] += off[i];
+            for (int i = 0; i < 4; i++) own[i] += off[0][i];
         }
     }
     // The sums of a unit, of which its scales lie at `scales`.
     __device__ __forceinline__ void scale_one(uint32_t scales, int lane) {
         float own[4];
         own_sums(lane & 3, scales + C::SCALE_BYTES + lane * 8, own);
-        if constexpr (C::SCALES == FW_SCALES_BLOCKS) {
+        add_scaled(own, scales, lane);
+    }
+    __device__ __forceinline__ void add_scaled(const float (&own)[4], uint32_t scales, int lane) {
+        if constexpr (!C::SCALED) {
+            total[0] += own[0] + own[1];
+            total[1] += own[2] + own[3];
+        } else if constexpr (C::SCALES == FW_SCALES_BLOCKS) {
             const uint2 scale = load_shared8(scales + (lane & 3) * 8);
             const float low = __uint_as_float(scale.x), high = __uint_as_float(scale.y);
             total[0] += low * own[0] + high * own[1];
@@ -233,6 +270,32 @@ template <int FORMAT> struct CodedProduct {
             total[0] += low_scale(C::SCALES, scale.x) * own[0] + high_scale(C::SCALES, scale.x) * own[1];
             total[1] += low_scale(C::SCALES, scale.y) * own[2] + high_scale(C::SCALES, scale.y) * own[3];
         }
+    }
+    // Of digits, what columns 2t and 2t + 1 are of a row and group `first` + t, less its zero point: `i` is 0, or 2 of row g + 8.
+    __device__ __forceinline__ float sum_of_digits(int first, int t, int i, uint32_t zero) const {
+        float digits[2];
+#pragma unroll
+        for (int digit = 0; digit < 2; digit++) {
+            const int at = i + digit;
+            const float lower = t & 1 ? acc[first + 1][at] : acc[first][at], upper = t & 1 ? acc[first + 3][at] : acc[first + 2][at];
+            // Less the offset, or what the codes of the group before it have added to this column.
+            const float before = t & 2 ? acc[first + 2][at] : acc[first][at];
+            digits[digit] = (t & 2 ? upper : lower) - (t & 1 ? before : off[first / 4][at]);
+        }
+        const float sum = (digits[0] * 256.0f + digits[1]) * (t & 1 ? C::ODD : 1.0f);
+        if constexpr (!C::HAS_ZEROS) return sum;
+        const float x = (off[first / 4][i] - NO_DIGITS) * 256.0f + (off[first / 4][i + 1] - NO_DIGITS);
+        return sum - (static_cast<float>(zero) - C::SUMMED) * (x * (1.0f / C::SUMMED));
+    }
+    // As scale_one, where x of the unit's `groups` begins at `x`.
+    __device__ __forceinline__ void scale_digits(uint32_t scales, uint32_t x, int groups, int lane) {
+        const int t = lane & 3;
+        const float lower = digit_scale(x + (t < groups ? t * GROUP_X_BYTES : 0));
+        const float upper = digit_scale(x + (t + 4 < groups ? (t + 4) * GROUP_X_BYTES : 0));
+        const uint2 zeros = C::HAS_ZEROS ? load_shared8(scales + C::SCALE_BYTES + lane * 8) : uint2{0, 0};
+        float own[4] = {lower * sum_of_digits(0, t, 0, zeros.x & 0xffff), upper * sum_of_digits(4, t, 0, zeros.x >> 16),
+                        lower * sum_of_digits(0, t, 2, zeros.y & 0xffff), upper * sum_of_digits(4, t, 2, zeros.y >> 16)};
+        add_scaled(own, scales, lane);
     }
     __device__ __forceinline__ void scale_rows(uint32_t scales, int lane) {
 #pragma unroll
@@ -247,8 +310,9 @@ template <int FORMAT> struct CodedProduct {
                     g = odd ? high_scale(C::SCALES, scale.x) : low_scale(C::SCALES, scale.x);
                     h = odd ? high_scale(C::SCALES, scale.y) : low_scale(C::SCALES, scale.y);
                 }
-                if (odd) g *= C::ODD, h *= C::ODD;
-                const float (&sum)[4] = acc[pair * 2 + odd];
+                const int group = odd ? C::upper_group(pair) : C::lower_group(pair);
+                if (group % 2) g *= C::ODD, h *= C::ODD;
+                const float (&sum)[4] = acc[group];
                 total[0] += g * sum[0];
                 total[1] += g * sum[1];
                 total[2] += h * sum[2];
@@ -280,6 +344,34 @@ template <int FORMAT> struct CodedProduct {
         multiply_one(columns, a);
         return a;
     }
+    // The same by digits; x of the unit begins at `x`, and there are `groups` of it: of others any will do.
+    template <typename Then>
+    __device__ __forceinline__ uint32_t add_digits(uint32_t a, uint32_t x, int groups, int lane, int step, int count, Then then) {
+        const int column = lane >> 2, group = column >> 1;
+        const uint32_t place = (lane & 3) * 8 | digit_place(group, column & 1, 0);
+        const uint32_t lower = x + (group < groups ? group * GROUP_X_BYTES : 0) + place;
+        const uint32_t upper = x + (group + 4 < groups ? (group + 4) * GROUP_X_BYTES : 0) + place;
+        uint2 next[2] = {load_shared8(lower ^ digit_place(0, 0, step)), load_shared8(upper ^ digit_place(0, 0, step))};
+        const auto advance = [&] {
+            const uint2 digits[2] = {next[0], next[1]};
+            step++;
+            a += C::STEP_BYTES;
+            next[0] = load_shared8(lower ^ digit_place(0, 0, step));
+            next[1] = load_shared8(upper ^ digit_place(0, 0, step));
+            multiply_digits(digits, a);
+        };
+#pragma unroll 1
+        for (; count > 2; count -= 2) {
+            advance();
+            advance();
+        }
+        if (count > 1) advance();
+        const uint2 digits[2] = {next[0], next[1]};
+        const uint32_t from = then();
+        a = from != 0 ? from : a;
+        multiply_digits(digits, a);
+        return a;
+    }
     // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it.
     template <bool WHOLE, typename Then>
     __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t zeros, int step, int count, Then then) {
@@ -308,29 +400,32 @@ template <int FORMAT> struct CodedProduct {
     __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
                                         int groups, int lane, Next next) {
         if (part.count == 0) return;
-        const bool one_row = rows == 1;
+        const bool one_row = rows == 1, digits = one_row && C::DIGITS;
         const int row = lane >> 2;
         uint32_t a = shared_address(fragments) + lane * 16;
-        int step = part.first % UNIT_STEPS, left = part.count;
-        const int unit = part.first / UNIT_STEPS;
+        int step = part.first % C::STEPS, left = part.count;
+        const int unit = part.first / C::STEPS;
         groups -= unit * UNIT_GROUPS;
-        uint32_t unit_x = shared_address(x + (lane & 3) * 4) + unit * UNIT_X_BYTES;
+        uint32_t unit_x = shared_address(x + (digits ? 0 : (lane & 3) * 4)) + unit * UNIT_X_BYTES;
         if (!one_row) unit_x += min(row, rows - 1) * x_stride * static_cast<int>(sizeof(element_t));
-        uint32_t scales = a - lane * 16 + (UNIT_STEPS - step) * C::STEP_BYTES;
+        uint32_t scales = a - lane * 16 + (C::STEPS - step) * C::STEP_BYTES;
 #pragma unroll 1
         while (true) {
-            const int count = min(left, UNIT_STEPS - step);
+            const int count = min(left, C::STEPS - step);
             left -= count;
-            if (C::SCALED) clear_sums();
+            if (digits || C::SCALED) clear_sums(digits ? NO_DIGITS : 0.0f);
             const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
-            if (one_row) {  // of a group that there is not, codes are 0: any x will do
+            if (digits) {
+                a = add_digits(a, unit_x, groups, lane, step, count, then);
+            } else if (one_row) {  // of a group that there is not, codes are 0: any x will do
                 a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, then);
             } else if (groups >= UNIT_GROUPS) {
                 a = add_rows<true>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             } else {
                 a = add_rows<false>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             }
-            if (C::SCALED && one_row) scale_one(scales, lane);
+            if (digits) scale_digits(scales, unit_x, groups, lane);
+            if (C::SCALED && one_row && !digits) scale_one(scales, lane);
             if (C::SCALED && !one_row) scale_rows(scales, lane);
             if (left == 0) break;
             step = 0;
@@ -342,7 +437,7 @@ template <int FORMAT> struct CodedProduct {
     __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
         const int row = lane >> 2, quarter = lane & 3;
         if (rows == 1) {
-            if (!C::SCALED) {
+            if (!C::SCALED && !C::DIGITS) {
                 float own[4];
                 own_sums(quarter, 0, own);
                 total[0] = own[0] + own[1];
@@ -351,7 +446,7 @@ template <int FORMAT> struct CodedProduct {
             float sum = quarter & 2 ? total[1] : total[0];
             sum += __shfl_xor_sync(~0u, quarter & 2 ? total[0] : total[1], 2);
             sum += __shfl_xor_sync(~0u, sum, 1);
-            if ((quarter & 1) == 0) put(partial + row + quarter * 4, sum * C::UNDO, adds);
+            if ((quarter & 1) == 0) put(partial + row + quarter * 4, C::DIGITS ? sum : sum * C::UNDO, adds);
             return;
         }
 #pragma unroll

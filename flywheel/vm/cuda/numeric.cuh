@@ -257,6 +257,10 @@ __device__ __forceinline__ void store_shared16(uint32_t address, const uint4& v)
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+__device__ __forceinline__ void store_shared8(uint32_t address, const uint2& v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ bool aligned16(const void* address) {
     return (reinterpret_cast<unsigned long long>(address) & 15) == 0;
 }

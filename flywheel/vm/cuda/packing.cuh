@@ -39,12 +39,12 @@ struct Quantised {
     __device__ __forceinline__ long long scale_at(int row, int column) const {
         return static_cast<long long>(row / rows_per_scale) * (width / group) + column / group;
     }
-    // As it is stored: integers 8 or 128 larger, without a sign; zero where there is none.
+    // As it is stored: I8, and I4 of even groups, 128 and 8 larger, without a sign; zero where there is none.
     __device__ __forceinline__ uint32_t stored(int row, int column) const {
         const long long i = static_cast<long long>(row) * width + column;
         if (code == FW_CODE_F8) return has(row, column) ? codes[i] : 0;
         if (code == FW_CODE_I8) return (has(row, column) ? codes[i] : 0) ^ 128;
-        return (has(row, column) ? codes[i / 2] >> column % 2 * 4 & 15 : 0) ^ 8;
+        return (has(row, column) ? codes[i / 2] >> column % 2 * 4 & 15 : 0) ^ (column / 128 % 2 == 0 ? 8 : 0);
     }
     // The bits of a code in a half of a load's word, that of fragment `e` of the load: `decode` in coded.cuh.
     __device__ __forceinline__ uint32_t placed(uint32_t its, int e) const {
@@ -59,12 +59,13 @@ struct Quantised {
     }
     // Word `at` of the codes of a unit at this row and column.
     __device__ __forceinline__ uint32_t code_word(int row, int column, int at) const {
-        const int each = code == FW_CODE_I4 ? 4 : 2, load = at / 128, lane = at / 4 % 32, r = at % 4;
+        const int depth = code == FW_CODE_I4 ? 2 : 1, load = at / 128, lane = at / 4 % 32, r = at % 4;
         uint32_t word = 0;
         for (int half = 0; half < 2; half++) {
-            for (int e = 0; e < each; e++) {
-                const int fragment = load * each + e, step = fragment / 8, its_group = fragment % 8;
-                const int k = its_group * 128 + (step ^ (its_group & 3)) * 16 + lane % 4 * 4 + r / 2 * 2 + half;
+            for (int e = 0; e < 2 * depth; e++) {
+                const int step = load / 4, its_group = load % 4 * 2 + e % 2;
+                const int fragment = code == FW_CODE_I4 ? step * 2 + e / 2 : step ^ (its_group & 3);
+                const int k = its_group * 128 + fragment * 16 + lane % 4 * 4 + r / 2 * 2 + half;
                 word |= placed(stored(row + lane / 4 + r % 2 * 8, column + k), e) << half * 16;
             }
         }
@@ -76,10 +77,11 @@ struct Quantised {
         if (zero) return static_cast<uint32_t>(zeros[scale_at(row, column)] + (code == FW_CODE_I4 ? 8 : 128));
         return reinterpret_cast<const unsigned short*>(scales)[scale_at(row, column)];
     }
-    // Word `at` of those of a unit: of lane 4g + t rows g and g + 8 of groups 2t and 2t + 1.
+    // Word `at` of those of a unit: of lane 4g + t rows g and g + 8 of groups 2t and 2t + 1, or of I4 t and t + 4.
     __device__ __forceinline__ uint32_t pair_word(int row, int column, int at, bool zero) const {
-        const int lane = at / 2, its_row = row + lane / 4 + at % 2 * 8, first = column + lane % 4 * 256;
-        return half_of(its_row, first, zero) | half_of(its_row, first + 128, zero) << 16;
+        const int lane = at / 2, its_row = row + lane / 4 + at % 2 * 8, t = lane % 4;
+        const int first = column + t * (code == FW_CODE_I4 ? 128 : 256), second = first + (code == FW_CODE_I4 ? 512 : 128);
+        return half_of(its_row, first, zero) | half_of(its_row, second, zero) << 16;
     }
 };
 

@@ -89,6 +89,12 @@ __device__ __forceinline__ uint2 load_shared8(uint32_t address) {
     return v;
 }
 
+__device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+
 __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2& b) {
 #if FW_DTYPE == AMK_DTYPE_F16
 #define FW_MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "

@@ -161,3 +161,12 @@ __device__ __noinline__ void await_operands(Vm vm, uint32_t refs) {
 __device__ __forceinline__ void Vm::await(int ref) const {
     if (operand(ref).layout == FW_LAYOUT_AWAITED) await_operands(*this, 1u << ref);
 }
+
+// Digits of a step's result, the only row of the staged operand, where its products take them.
+__device__ __forceinline__ void make_result_digits(Vm vm, const amk_step_t& step) {
+#ifdef FW_DIGITS
+    if (!(step.flags & FW_STEP_DIGITS)) return;
+    vm.sync();
+    make_digits(vm.block().staging(), step.out_numel, vm.warp());
+#endif
+}

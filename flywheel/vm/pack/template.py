@@ -94,6 +94,8 @@ def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence
     first, *others = staging.steps
     _flag(table, [first], StepFlag.X_IN_PLACE if staging.in_place else StepFlag.STAGE)
     _flag(table, others, StepFlag.REUSE_X)
+    if staging.digits:
+        _flag(table, [staging.ref - RESULT_REF if staging.in_place else first], StepFlag.DIGITS)
     if staging.in_place:
         maker, rows = staging.ref - RESULT_REF, int(table[first]["as"]["product"]["rows"])
         _flag(table, [maker], StepFlag.ANNOUNCES)

@@ -173,6 +173,12 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
         } else {
             stage_elements(vm, step, x);
         }
+#ifdef FW_DIGITS
+        if (step.flags & FW_STEP_DIGITS) {
+            packed ? __syncwarp() : vm.sync();
+            make_digits(reinterpret_cast<char*>(x.staged), x.depth, vm.warp());
+        }
+#endif
         vm.announce(round);
         if (first == 0) vm.stamp(FW_STAMP_STAGED);
     }

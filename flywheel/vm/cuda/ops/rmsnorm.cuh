@@ -195,6 +195,12 @@ __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const c
         stage_unscaled(to + group * 16, loaded[0], its);
         sum += squares(loaded[0]);
     }
+#ifdef FW_DIGITS
+    if (step.flags & FW_STEP_DIGITS) {
+        __syncwarp();
+        make_digits(to, step.params.hidden, vm.warp());
+    }
+#endif
     vm.announce(vm.block().stagings);
     vm.stamp(FW_STAMP_STAGED);
     sum = warp_sum(sum + (first <= last ? squares(kept[0]) : 0.0f) + (second <= last ? squares(kept[1]) : 0.0f));
@@ -314,6 +320,7 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     }
     if (later) {
         if (vm.thread() < rows) vm.block().scales[vm.thread()] = 1.0f;
+        make_result_digits(vm, step);
         vm.announce(vm.block().stagings);
         vm.stamp(FW_STAMP_STAGED);
     }

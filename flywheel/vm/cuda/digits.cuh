@@ -1,0 +1,120 @@
+// One row of x as digits, for products of I4: 256 elements share a power of two, which makes integers of them, and each integer
+// is 256 * high + low, two signed bytes. The largest element keeps 15 bits and the sign, and the others as many as reach as far.
+//
+// A group of 128 elements takes the 256 bytes that it had before: of each 32 elements the high digits and the low ones, 32 bytes
+// each. Bytes lie as `mma.m16n8k32` takes them from lane t, whose words 0 and 1 are columns 4t, 16 + 4t, 4t + 1, 17 + 4t and the
+// next two of each: the order of codes. Where the 64 bytes and the 32 lie is digit_place, so that neither lanes that read columns of
+// several groups nor those that write a group meet in a bank.
+// Source: docs/vm.md, "Quantised weights".
+#pragma once
+
+#include "product.cuh"
+
+#if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
+
+#if FW_ROWS <= 1
+#define FW_DIGITS
+#endif
+
+constexpr int X_BLOCK = FW_X_BLOCK, X_BLOCK_BYTES = X_BLOCK * sizeof(element_t);  // elements that share a scale
+
+// 1.5 * 2^23: the lower bits of this float plus an integer are the integer. Sums of products of digits stay below 2^22.
+constexpr float NO_DIGITS = 12582912.0f;
+
+// Where in a group's bytes a digit of 32 of its elements begins; the places of `step` alone and of the others alone, xor, are that of
+// all.
+__device__ __forceinline__ constexpr uint32_t digit_place(int group, int digit, int step) {
+    return ((step ^ (group & 1)) << 6) | ((digit ^ (step >> 1)) << 5);
+}
+
+// What the 256 elements around a staged byte are to be multiplied by: infinity where one was no number.
+__device__ __forceinline__ float digit_scale(uint32_t address) {
+    const uint32_t staging = shared_address(this_block().staging());
+    return __uint_as_float(load_shared1(shared_address(this_block().x_scales) + (address - staging) / X_BLOCK_BYTES) << 23);
+}
+
+// 16 rows of 32 codes times columns of digits, exact.
+__device__ __forceinline__ void multiply_bytes(float (&acc)[4], const uint4& a, const uint2& digits) {
+    int sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] = static_cast<int>(__float_as_uint(acc[i]));
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(digits.x), "r"(digits.y));
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc[i] = __uint_as_float(static_cast<uint32_t>(sums[i]));
+}
+
+// A power of two that makes integers of at most 32639, the largest two digits, of elements whose largest bits (without a sign, as the upper half of a word) are
+// `most`; and the exponent of one over it as a float, or 255 where an element is no number.
+struct DigitScale {
+    float up;
+    uint32_t down;
+    __device__ __forceinline__ explicit DigitScale(uint32_t most) {
+#if FW_DTYPE == AMK_DTYPE_F16
+        const int exponent = static_cast<int>(most + 0x00080000 >> 26) + 112;
+        const bool number = most < 0x7c000000;
+#else
+        const int exponent = most + 0x00010000 >> 23;
+        const bool number = most < 0x7f800000;
+#endif
+        // As that of a float, or one more where seven bits behind the first one are ones: elements are below 2^(exponent - 126).
+        const uint32_t its = min(268 - exponent, 253);
+        up = __uint_as_float(its << 23);
+        down = number ? 254 - its : 255;
+    }
+};
+
+// Of two pairs of elements, the larger size of each; NaN where one is.
+__device__ __forceinline__ uint32_t larger_sizes(uint32_t a, uint32_t b) {
+    uint32_t sizes;
+#if FW_DTYPE == AMK_DTYPE_F16
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));
+#else
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));
+#endif
+    return sizes;
+}
+
+// Integers of two pairs of elements, 16 columns apart: of the first of each the low digits, then the high ones, and of the second.
+__device__ __forceinline__ uint2 integers_of(uint32_t pair, uint32_t later_pair, float up) {
+    constexpr float LOW_HALF = NO_DIGITS + 128.0f;  // the low digit is what is behind the high one, -128 to 127
+    const Vec16<element_t> elements = {{pair, later_pair}};
+    uint32_t bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(fmaf(elements[i], up, LOW_HALF));
+    return {__byte_perm(bits[0], bits[2], 0x5140), __byte_perm(bits[1], bits[3], 0x5140)};
+}
+
+// Makes digits of `depth` staged elements from `first` on, a multiple of 128; each vector warp of the blocks that it has staged.
+// For all lanes of the vector warps, once their warp's elements are there. One block after the other: several at once take as long,
+// since the code takes longer to come from memory (results/gpu/versions.md).
+__device__ __noinline__ void make_digits(char* first, int depth, int warp) {
+    Block& block = this_block();
+    const int lane = lane_id(), group = lane >> 4, columns = lane >> 2, t = lane & 3;
+    const uint32_t from = shared_address(first) + columns * 64 + t * 8;
+    const uint32_t high = shared_address(first) + group * (X_BLOCK_BYTES / 2) + t * 8 + digit_place(group, 0, columns & 3);
+    uint8_t* const scales = block.x_scales + (first - block.staging()) / X_BLOCK_BYTES;
+#pragma unroll 1
+    for (int number = warp; number * X_BLOCK < depth; number += VECTOR_WARPS) {
+        const int at = number * X_BLOCK_BYTES;
+        const bool inside = number * X_BLOCK + group * (X_BLOCK / 2) < depth;
+        uint2 a = {0, 0}, b = {0, 0};
+        if (inside) {
+            a = load_shared8(from + at);
+            b = load_shared8(from + at + 32);
+        }
+        __syncwarp();  // all of the block is loaded
+        const uint32_t sizes = larger_sizes(larger_sizes(a.x, a.y), larger_sizes(b.x, b.y));
+        const DigitScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
+        const uint2 even = integers_of(a.x, b.x, scale.up), odd = integers_of(a.y, b.y, scale.up);
+        if (inside) {
+            store_shared8(high + at, {__byte_perm(even.x, even.y, 0x7632), __byte_perm(odd.x, odd.y, 0x7632)});
+            store_shared8((high + at) ^ 32, {__byte_perm(even.x, even.y, 0x5410) ^ 0x80808080u,
+                                             __byte_perm(odd.x, odd.y, 0x5410) ^ 0x80808080u});
+        }
+        if (lane == 0) scales[number] = static_cast<uint8_t>(scale.down);
+    }
+}
+
+#endif
