@@ -80,7 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, byte
     return folder, make_files(folder, program_of(folder))
 
 
-@pytest.mark.parametrize("text", sample(["int4-zeros", "int8", "int4,lm_head=int4", "fp8", "fp8-block"], 2))
+@pytest.mark.parametrize("text", sample(["int4-zeros", "int8", "int4,lm_head=int4", "fp8", "fp8-block"], 4))
 def test_a_bundle_of_a_quantised_checkpoint_decodes_what_the_ordinary_path_does(text: str, tmp_path: Path) -> None:
     folder = quantised(tmp_path / "small", text)
     write_folder(tmp_path / "bundle", make_files(folder, program_of(folder)))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from effort import examples, pairs
+from effort import examples, pairs, sample
 from emulator.gpu import EmulatedGpu, build_variant
 from emulator.translate import CALLS, translate
 
@@ -139,7 +139,7 @@ def expected(program: MegakernelProgram, first: list[int], start: int) -> list[t
     return EXPECTED[key]
 
 
-@pytest.mark.parametrize(("seed", "name"), pairs(range(5), CONFIGS))
+@pytest.mark.parametrize(("seed", "name"), sample(pairs(range(5), CONFIGS), 2))
 def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, seed: int, name: str) -> None:
     gpu.seed = seed
     _compare(gpu, lowered(gpu, CONFIGS[name]), [5])
@@ -172,7 +172,7 @@ def test_windows_move_from_block_to_block(gpu: EmulatedGpu, name: str, start: in
     _compare(gpu, lowered(gpu, CONFIGS[name]), [5], start)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sample(CONFIGS, 2))
 def test_a_batch_gives_the_reference_s_tokens_row_by_row(gpu: EmulatedGpu, name: str) -> None:
     _compare(gpu, lowered(gpu, CONFIGS[name], 3), [5, 17, 0])
 
@@ -230,8 +230,7 @@ def first_slices(program: MegakernelProgram, tile: int) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("short_area")
-@pytest.mark.parametrize("name", ["fused, by counters", "fused, by data"])
-@pytest.mark.parametrize("tile", [48, 16])
+@pytest.mark.parametrize(("name", "tile"), pairs(["fused, by counters", "fused, by data"], [48, 16]))
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str, tile: int, seed: int) -> None:
     """A segment each, or of tiles of one row block all in one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from effort import LONG
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from lies import MARGIN
@@ -50,6 +51,7 @@ def test_right_programs_of_quantised_weights_are_far_from_the_bound(text: str, d
     assert MARGIN * verdict.error <= verdict.bound, verdict
 
 
+@LONG
 def test_launches_that_follow_each_other_forget_the_ones_before_where_some_sms_multiply_nothing() -> None:
     gpu, formats = EmulatedGpu(num_sms=16), parse_formats("int4-zeros,lm_head=int8", "bf16")
     spec = replace(SPEC, n_layers=1)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from effort import LONG
 from emulator.ranks import Peer
 from emulator.sessions import emulated_ranks
 from emulator.test_ranks import DTYPE, FAMILIES, SPEC, lowered
@@ -43,7 +44,7 @@ def session() -> Iterator[CudaSession]:
         yield made
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (2, 2), (4, 1), pytest.param(8, 1, marks=LONG)])
 def test_a_program_of_several_gpus_passes_the_verdict(ranks: int, batch: int) -> None:
     program = lowered(QWEN, ranks, batch, by_data=True)
     with emulated_ranks(peers(ranks), program, QWEN, WEIGHTS) as session:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import LONG, pairs, sample
 from emulator.gpu import EmulatedGpu, build_variant
 from emulator.ranks import Ranks
 
@@ -72,8 +73,7 @@ def check(
             assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max()), (row, launch)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("family", "batch"), pairs(FAMILIES, [1, 2]))
 def test_two_ranks_make_the_oracles_logits_and_the_same_bits(gpu: EmulatedGpu, family: str, batch: int) -> None:
     gpu.seed = 1 + list(FAMILIES).index(family)
     check(gpu, replace(SPEC, family=family, **FAMILIES[family]), 2, batch, by_data=True)
@@ -85,7 +85,7 @@ def test_ranks_whose_own_hand_offs_go_by_counters_make_the_oracles_logits(gpu: E
     check(gpu, replace(SPEC, family="mistral"), 2, 1, by_data=False, bits=16)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=LONG)])
 def test_more_ranks_make_the_oracles_logits(gpu: EmulatedGpu, ranks: int) -> None:
     check(gpu, replace(SPEC, family="qwen3", **FAMILIES["qwen3"]), ranks, 1, by_data=True)
 
@@ -98,7 +98,7 @@ def test_logits_whose_rows_are_no_multiple_of_sixteen_bytes_are_the_oracles(
     check(gpu, replace(SPEC, family="mistral", vocab=203), 2, batch, by_data=True, bits=bits, columns=48)
 
 
-@pytest.mark.parametrize(("ranks", "batch", "bits"), [(2, 1, 32), (2, 2, 16), (4, 1, 16), (4, 2, 32)])
+@pytest.mark.parametrize(("ranks", "batch", "bits"), sample([(2, 1, 32), (2, 2, 16), (4, 1, 16), (4, 2, 32)]))
 def test_products_that_add_the_shards_of_all_ranks_make_the_oracles_logits(
     gpu: EmulatedGpu, ranks: int, batch: int, bits: int
 ) -> None:
