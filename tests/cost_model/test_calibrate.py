@@ -6,12 +6,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from effort import examples
 
 from flywheel.cost_model import Machine
 from flywheel.cost_model.calibrate import FREE, Sample, Score, price_here, score
 from flywheel.cost_model.calibrate import fit as fit_priced
 
-FITTED, HELD_BACK = slice(0, 30), slice(30, 60)
+FITTED, HELD_BACK = slice(0, examples(30, 15)), slice(30, 60)
+FEW = slice(0, examples(12, 8))
 
 
 def fit(machine: Machine, samples: Sequence[Sample], *options: Any, **named: Any) -> Machine:
@@ -39,7 +41,7 @@ def test_configs_that_were_held_back_are_predicted_and_ranked(number: int, fitte
 
 
 def test_the_same_samples_give_the_same_constants(fitted: Machine, works: ModuleType) -> None:
-    samples = works.samples(0, 60)[:12]
+    samples = works.samples(0, 60)[FEW]
     assert fit(works.STOCK, samples) == fit(works.STOCK, samples)
     assert fitted.source == "calibrated"
     assert fitted.num_sms == works.STOCK.num_sms
@@ -48,7 +50,7 @@ def test_the_same_samples_give_the_same_constants(fitted: Machine, works: Module
 def test_constants_stay_within_bounds_and_within_narrower_ones_that_are_given(works: ModuleType) -> None:
     machine = works.STOCK
     narrow = {"visibility_us": (0.58, 0.6), "read_gbs": (machine.read_gbs, 1.001 * machine.read_gbs)}
-    found = fit(replace(machine, visibility_us=0.59), works.samples(0, 60)[:12], narrow)
+    found = fit(replace(machine, visibility_us=0.59), works.samples(0, 60)[FEW], narrow)
     for free in FREE:
         part, _, field = free.name.rpartition(".")
         low, high = narrow.get(free.name, (free.low, free.high))
@@ -59,7 +61,7 @@ def test_what_decoding_takes_is_found_of_the_formats_that_are_there(works: Modul
     stock = works.STOCK
     truth = replace(stock, consumer=replace(stock.consumer, int4_times=2.5 * stock.consumer.int4_times))
     samples = works.samples(0, 24, 0.0, 0, "int4-g64", truth)
-    found = fit(stock, [*works.samples(0, 24, 0.0, 0, None, truth)[:12], *samples[:12]])
+    found = fit(stock, [*works.samples(0, 24, 0.0, 0, None, truth)[FEW], *samples[FEW]])
     assert scored(found, samples[12:]).median_error < 0.5 * scored(stock, samples[12:]).median_error
     assert found.consumer.int4_times > 1.5 * stock.consumer.int4_times
     assert found.consumer.fp8_times == stock.consumer.fp8_times
@@ -68,7 +70,7 @@ def test_what_decoding_takes_is_found_of_the_formats_that_are_there(works: Modul
 
 def test_every_step_is_told_and_none_is_worse(works: ModuleType) -> None:
     errors: list[float] = []
-    fit(works.STOCK, works.samples(1, 60)[:12], watch=errors.append)
+    fit(works.STOCK, works.samples(1, 60)[FEW], watch=errors.append)
     assert len(errors) > 2
     assert errors[-1] < errors[0]
 

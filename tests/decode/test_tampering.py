@@ -22,7 +22,7 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
 
-CONTEXT = 512
+CONTEXT = examples(512, 256)
 SPLIT = ScheduleConfig(
     {"attention": {"kv_block": 64}, "gemv": {"N_tile": 64}, "hand_off": {"data": 1}},
     (
@@ -39,7 +39,8 @@ CASES = {
     ),
     "llama3.2-1b of three layers, unfused": (
         replace(
-            CATALOG["llama3.2-1b"], n_layers=3, intermediate=examples(8192, 1024), vocab=examples(8192, 2048),
+            CATALOG["llama3.2-1b"], n_layers=3, n_heads=examples(32, 16), n_kv_heads=examples(8, 4),
+            hidden=examples(2048, 1024), intermediate=examples(8192, 1024), vocab=examples(8192, 2048),
         ),
         ScheduleConfig(page_allocation="none"),
     ),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from effort import FULL
 from emulator.gpu import EmulatedGpu, build_variant
 from torch import Tensor
 
@@ -49,6 +51,40 @@ POISON = 0xFF
 Tensors = Mapping[str, Tensor]
 Run = Callable[..., dict[str, Tensor]]
 TaskRow = tuple[str, Sequence[str], str | Sequence[str], Mapping[str, Any]]
+
+
+class NoGpu(pytest.Item):
+    """Stands for all tests of a module, and skips with the reason why there is no GPU."""
+
+    def runtest(self) -> None:
+        from flywheel.vm.gpu.driver import open_gpu
+
+        try:
+            open_gpu()
+        except NoGpuError as error:
+            pytest.skip(f"none of this module's tests: {error}")
+        pytest.fail("there is a GPU, but torch finds none")
+
+
+class WithoutGpu(pytest.File):
+    """A module of tests where no GPU can run them."""
+
+    def collect(self) -> Iterator[NoGpu]:
+        one: NoGpu = NoGpu.from_parent(self, name="no_gpu")
+        one.add_marker(pytest.mark.gpu)
+        yield one
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
+    """Without a GPU, one test a module: to collect three thousand in each worker and to skip them took ten seconds.
+
+    All are there with TEST_EFFORT=full, with an option that is about GPUs, and where a test is named.
+    """
+    config = parent.config
+    asked = FULL or config.getoption("--emulate-gpu") or config.getoption("--require-gpu")
+    if asked or any("::" in each for each in config.args) or torch.cuda.is_available():
+        return None
+    return WithoutGpu.from_parent(parent, path=module_path)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")

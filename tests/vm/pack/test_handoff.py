@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from effort import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.ir import (
@@ -289,6 +290,7 @@ def all_awaited_are_written(table_vm: ModuleType, vm: Any, packed: PackedProgram
 
 
 @pytest.mark.parametrize("groups", GROUPINGS)
+@settings(max_examples=examples(50, 8))
 @given(
     model=st.sampled_from(sorted(SPECS)), kv_block=st.sampled_from((16, 48)), batch=st.sampled_from((1, 2)),
     pages=st.sampled_from(("none", "linear", "graph_color")), pos=st.sampled_from((None, 0, 17, 47)),
