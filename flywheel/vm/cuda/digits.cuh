@@ -16,6 +16,9 @@
 #define FW_DIGITS
 #endif
 
+template <int... FORMATS> constexpr bool any_takes_digits = ((FORMATS % 4 == FW_CODE_I4) || ...);
+constexpr bool TAKES_DIGITS = any_takes_digits<FW_FORMATS>;  // of a kernel without int4 all of this is left out
+
 constexpr int X_BLOCK = FW_X_BLOCK, X_BLOCK_BYTES = X_BLOCK * sizeof(element_t);  // elements that share a scale
 
 // 1.5 * 2^23: the lower bits of this float plus an integer are the integer. Sums of products of digits stay below 2^22.

@@ -165,7 +165,7 @@ __device__ __forceinline__ void Vm::await(int ref) const {
 // Digits of a step's result, the only row of the staged operand, where its products take them.
 __device__ __forceinline__ void make_result_digits(Vm vm, const amk_step_t& step) {
 #ifdef FW_DIGITS
-    if (!(step.flags & FW_STEP_DIGITS)) return;
+    if (!TAKES_DIGITS || !(step.flags & FW_STEP_DIGITS)) return;
     vm.sync();
     make_digits(vm.block().staging(), step.out_numel, vm.warp());
 #endif

@@ -174,7 +174,7 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
             stage_elements(vm, step, x);
         }
 #ifdef FW_DIGITS
-        if (step.flags & FW_STEP_DIGITS) {
+        if (TAKES_DIGITS && step.flags & FW_STEP_DIGITS) {
             packed ? __syncwarp() : vm.sync();
             make_digits(reinterpret_cast<char*>(x.staged), x.depth, vm.warp());
         }

@@ -196,7 +196,7 @@ __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const c
         sum += squares(loaded[0]);
     }
 #ifdef FW_DIGITS
-    if (step.flags & FW_STEP_DIGITS) {
+    if (TAKES_DIGITS && step.flags & FW_STEP_DIGITS) {
         __syncwarp();
         make_digits(to, step.params.hidden, vm.warp());
     }
