@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from effort import LONG
+from effort import LONG, examples
 from traps import environment, lay_traps
 
 # The flags without network: Chromium would otherwise look for updates, and complain.
@@ -56,9 +56,9 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory, empty_tracking: Path) ->
     folder, outside = tmp_path_factory.mktemp("dashboard"), tmp_path_factory.mktemp("installed")
     command, sprung = lay_traps(folder, outside)
     shutil.copy(empty_tracking, outside / "s3cret.db")
-    search = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1")
+    search = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "2")
     subprocess.run(
-        [*command, *search, "--trials", "24", "--name", "small", "--store", "trials.db"],
+        [*command, *search, "--trials", str(examples(24, 6)), "--name", "small", "--store", "trials.db"],
         cwd=folder, env=environment(), capture_output=True, check=True,
     )  # fmt: skip
     process = subprocess.Popen(
@@ -93,7 +93,7 @@ def command_lines() -> list[bytes]:
 def test_a_dashboard_is_for_this_machine_runs_no_code_of_the_working_directory_and_tells_nobody_its_password(
     dashboard: Dashboard
 ) -> None:
-    """A password of a tracking database is in no process's command line."""
+    """Nor do the search before it and its two workers. A tracking database's password is on no command line."""
     assert dashboard.address.startswith("http://127.0.0.1:")
     assert any(b"mlflow\0server" in each for each in dashboard.lines)
     assert not [each for each in dashboard.lines if b"s3cret" in each]

@@ -1,4 +1,5 @@
-"""What lies in the working directory is data: none of it runs, here or in a child. test_dashboard.py has its pages."""
+"""What lies in the working directory is data: none of it runs, here or in a child. test_dashboard.py has its pages,
+and a search with two workers there that always runs."""
 
 from __future__ import annotations
 

@@ -188,12 +188,14 @@ def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpu", "rows", "name"),
     [
         (arch, rows, name)
-        for (rows, name), arch in pairs(
+        for (rows, name), arch in sample(
             pairs(
-                [(1, THREADS), (2, THREADS), (3, THREADS), (8, THREADS), (8, 704)],
-                ["fused, by counters", "fused, by data"],
-            ),
-            [90, 80],
+                pairs(
+                    [(1, THREADS), (2, THREADS), (3, THREADS), (8, THREADS), (8, 704)],
+                    ["fused, by counters", "fused, by data"],
+                ),
+                [90, 80],
+            )
         )
     ],
     indirect=["gpu"],
