@@ -307,12 +307,29 @@ def agree() -> Callable[..., None]:
 
 
 @pytest.fixture
+def launched(run: Run, target: GpuTarget, device: str) -> Run:
+    """`launched(buffers, tasks, tensors)`: what one launch of the program of these tasks leaves in its outputs."""
+
+    def launch(buffers: Mapping[str, tuple[Any, ...]], tasks: Sequence[TaskRow], tensors: Tensors) -> dict[str, Tensor]:
+        config = ScheduleConfig(threads_per_block=192, pipelining_depth=2)
+        program = build_program(replace(target, name="few", num_sms=2), config, buffers, tasks, parallel=False)
+        filled = {
+            buffer.name: fill(buffer, tensors.get(buffer.name), buffer.id).to(device)
+            for buffer in program.buffers
+            if buffer.kind not in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
+        }
+        return run(program, filled, None)
+
+    return launch
+
+
+@pytest.fixture
 def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str) -> Callable[..., None]:
     """`conform(buffers, tasks, tensors, ...)`: the program of these tasks does on the GPU what the reference VM says.
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
     `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data` hands
-    activations off without counters.
+    activations off without counters, in `x_slices` slices.
     """
 
     def check(
@@ -332,10 +349,11 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str
         pos: int | None = None,
         on_gpu_alone: bool = False,
         by_data: bool = False,
+        x_slices: int = 1,
     ) -> None:
         stream = {} if chunk_bytes is None else {"stream": {"chunk_bytes": chunk_bytes}}
         config = ScheduleConfig(
-            tiling={**stream, "hand_off": {"data": int(by_data)}},
+            tiling={**stream, "hand_off": {"data": int(by_data), "slices": x_slices}},
             pipelining_depth=pipelining_depth,
             threads_per_block=threads,
         )

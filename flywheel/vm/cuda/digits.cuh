@@ -1,5 +1,5 @@
 // One row of x as digits, for products of I4: 256 elements share a power of two, which makes integers of them, and each integer
-// is 256 * high + low, two signed bytes. The largest element keeps 15 bits and the sign, and the others as many as reach as far.
+// is 256 * high + low, two signed bytes. The largest element keeps 14 or 15 bits and the sign, and the others as many as reach as far.
 //
 // A group of 128 elements takes the 256 bytes that it had before: of each 32 elements the high digits and the low ones, 32 bytes
 // each. Bytes lie as `mma.m16n8k32` takes them from lane t, whose words 0 and 1 are columns 4t, 16 + 4t, 4t + 1, 17 + 4t and the
@@ -48,8 +48,8 @@ __device__ __forceinline__ void multiply_bytes(float (&acc)[4], const uint4& a, 
     for (int i = 0; i < 4; i++) acc[i] = __uint_as_float(static_cast<uint32_t>(sums[i]));
 }
 
-// A power of two that makes integers of at most 32639, the largest two digits, of elements whose largest bits (without a sign, as the upper half of a word) are
-// `most`; and the exponent of one over it as a float, or 255 where an element is no number.
+// A power of two that makes integers of at most 32639, the largest two digits, of elements whose largest bits (without a sign, as
+// the upper half of a word) are `most`; and the exponent of one over it as a float, or 255 where an element is no number.
 struct DigitScale {
     float up;
     uint32_t down;

@@ -175,7 +175,8 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
         }
 #ifdef FW_DIGITS
         if (TAKES_DIGITS && step.flags & FW_STEP_DIGITS) {
-            packed ? __syncwarp() : vm.sync();
+            if (packed) __syncwarp();
+            if (!packed && !named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, true)) break;  // as another warp may have
             make_digits(reinterpret_cast<char*>(x.staged), x.depth, vm.warp());
         }
 #endif
