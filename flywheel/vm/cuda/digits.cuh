@@ -90,8 +90,8 @@ __device__ __forceinline__ uint2 integers_of(uint32_t pair, uint32_t later_pair,
 }
 
 // Makes digits of `depth` staged elements from `first` on, a multiple of 128; each vector warp of the blocks that it has staged.
-// For all lanes of the vector warps, once their warp's elements are there. One block after the other: several at once take as long,
-// since the code takes longer to come from memory (results/gpu/versions.md).
+// For all lanes of the vector warps, once their warp's elements are there. One block after the other: several at once took no less
+// time in a whole step (results/gpu/versions.md).
 __device__ __noinline__ void make_digits(char* first, int depth, int warp) {
     Block& block = this_block();
     const int lane = lane_id(), group = lane >> 4, columns = lane >> 2, t = lane & 3;
