@@ -44,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: some tests wait for servers, and for limits of time to pass."""
-    return (os.cpu_count() or 1) + 2
+    """One more than there are cores: some tests wait for servers, and for limits of time to pass."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
