@@ -43,7 +43,7 @@ inline void ptx_shared_load64(uint32_t& x, uint32_t& y, uint32_t from) {
     const uint32_t* words = emulator::aligned<uint32_t>(emulator::shared_pointer(from), 8);
     x = words[0], y = words[1];
 }
-inline void ptx_shared_load8(uint32_t& x, uint32_t from) {
+inline void ptx_shared_load_byte(uint32_t& x, uint32_t from) {
     x = static_cast<uint8_t>(*static_cast<const char*>(emulator::shared_pointer(from)));
 }
 inline void ptx_shared_store64(uint32_t to, uint32_t x, uint32_t y) {

@@ -51,7 +51,7 @@ CALLS: Final[Mapping[str, str]] = {
     "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": "shared_load128",
     "st.shared.v4.u32 [%0], {%1, %2, %3, %4};": "shared_store128",
     "ld.shared.v2.u32 {%0, %1}, [%2];": "shared_load64",
-    "ld.shared.u8 %0, [%1];": "shared_load8",
+    "ld.shared.u8 %0, [%1];": "shared_load_byte",
     "st.shared.v2.u32 [%0], {%1, %2};": "shared_store64",
     "mbarrier.init.shared.b64 [%0], %1;": "barrier_init",
     "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }": "barrier_arrive",

@@ -46,7 +46,7 @@ struct Quantised {
         if (code == FW_CODE_I8) return (has(row, column) ? codes[i] : 0) ^ 128;
         return (has(row, column) ? codes[i / 2] >> column % 2 * 4 & 15 : 0) ^ (column / 128 % 2 == 0 ? 8 : 0);
     }
-    // The bits of a code in a half of a load's word, that of fragment `e` of the load: `decode` in coded.cuh.
+    // The bits of a code in a half of a load's word, that of fragment `e` of the load: `decode` in coding.cuh.
     __device__ __forceinline__ uint32_t placed(uint32_t its, int e) const {
         if (code == FW_CODE_I4) return its << e * 4;
         if (code == FW_CODE_I8) return its << e * 8;

@@ -1,0 +1,107 @@
+// The formats of quantised weights: how units, codes and scales lie in the ring, and what codes become.
+//
+// A unit is 16 rows x 1024 K: eight groups of 128, and behind their codes their scales. It is cut into steps: of 8-bit codes a
+// fragment of each group, that of 16 columns (i ^ (j & 3)) of group j in step i, so that eight lanes which read x of eight groups
+// meet in no bank; of I4 the two fragments of 32 columns of each group. A 16-byte load has those of two groups. Register r of a
+// fragment is in word r of the load.
+//
+// No code takes arithmetic to become a half: the bits of an integer are a half's as they are, a very small one's, and those of an
+// E4M3 float are a half's with another exponent. BF16 x is multiplied by 2^100 for that, and each sum by UNDO. I8 are stored as
+// unsigned, 128 too large, and I4 of even groups 8 too large: a product of x with that comes off again.
+// Source: docs/vm.md, "Quantised weights".
+#pragma once
+
+#include "product.cuh"
+
+#if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
+
+constexpr int UNIT_GROUPS = 8, GROUP_FRAGMENTS = 8, UNIT_FRAGMENTS = UNIT_GROUPS * GROUP_FRAGMENTS;
+constexpr int GROUP_X_BYTES = GROUP_FRAGMENTS * FRAGMENT_X_BYTES, UNIT_X_BYTES = UNIT_GROUPS * GROUP_X_BYTES;
+
+// A format by its number (plan/formats.py).
+template <int FORMAT> struct Coding {
+    static constexpr int CODE = FORMAT & 3, SCALES = FORMAT >> 2 & 3;
+    static constexpr bool HAS_ZEROS = FORMAT >> 4 & 1;
+    static constexpr bool SCALED = SCALES != FW_SCALES_ROWS;        // in the stream, and not behind the product
+    static constexpr bool DIGITS = CODE == FW_CODE_I4;              // multiply those of one row
+    static constexpr int DEPTH = DIGITS ? 2 : 1;                    // fragments of a group in a step
+    static constexpr int STEPS = GROUP_FRAGMENTS / DEPTH, LOADS = UNIT_GROUPS / 2;  // of a unit, of a step
+    static constexpr int STEP_BYTES = LOADS * 512, CODE_BYTES = STEPS * STEP_BYTES;
+    static constexpr int SCALE_BYTES = !SCALED ? 0 : SCALES == FW_SCALES_BLOCKS ? 32 : 256;
+    static constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? 256 : 0);
+    static constexpr bool BF16 = FW_DTYPE == AMK_DTYPE_BF16;
+    static constexpr int TOO_LARGE = HAS_ZEROS ? 0 : CODE == FW_CODE_I4 ? 8 : CODE == FW_CODE_I8 ? 128 : 0;
+    static constexpr float ODD = CODE == FW_CODE_I4 ? 1.0f / 16 : 1.0f;  // what fragments of odd groups are to be multiplied by
+    static constexpr float UNDO = CODE == FW_CODE_F8 ? (BF16 ? 0x1p20f : 0x1p8f) : (BF16 ? 0x1p33f : 0x1p24f);
+    // What digits are added up by, for what codes are too large by and for zero points, which are stored as much too large.
+    static constexpr int SUMMED = 8;
+    // What x is added up by for zero points, as a half, and one over it: not the least there is, since sums of such small numbers
+    // keep few bits, and a zero point enlarges what they lack.
+    static constexpr int MINUS = BF16 ? 0x8080 : 0x8400;
+    static constexpr float PER_MINUS = BF16 ? 0x1p-7f : 0x1p-10f;
+    // Of several rows, integers become normal halves, of which one is 1 / UNDO_ROWS, less what they are too large by.
+    static constexpr bool SUBTRACTS = HAS_ZEROS || TOO_LARGE > 0;
+    static constexpr int RAISE = BF16 ? 0x7f00 : 0x7800;  // 2^127, 2^15
+    static constexpr float UNDO_ROWS = !SUBTRACTS ? UNDO : BF16 ? 0x1p6f : 0x1p9f;
+    __device__ static constexpr int minus(bool odd) {  // a power of two
+        const int exponent = (TOO_LARGE == 8 ? 3 : 7) + (odd ? 4 : 0);
+        return 0x8000 | (BF16 ? exponent - 6 + 127 << 7 : exponent - 9 + 15 << 10);
+    }
+    __device__ static constexpr uint32_t word(int half) { return static_cast<uint32_t>(half) * 0x10001u; }
+    // The two groups of which a lane t has the scales and zero points, and adds up the sums of one row.
+    __device__ static constexpr int lower_group(int t) { return DIGITS ? t : 2 * t; }
+    __device__ static constexpr int upper_group(int t) { return DIGITS ? t + 4 : 2 * t + 1; }
+};
+
+// Register r of the fragments of a load, from its word r: as integers without a sign, 8 or 128 too large, or as small floats. Of
+// I4, those of the odd group are 16 times too large.
+template <int CODE> __device__ __forceinline__ void decode(uint32_t q, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
+    if constexpr (CODE == FW_CODE_I4) {
+        const uint32_t upper = __byte_perm(q, 0, 0x4341);
+        a[0] = q & 0x000f000f;
+        a[1] = (q & 0x00f000f0) ^ 0x00800080;
+        a[2] = upper & 0x000f000f;
+        a[3] = (upper & 0x00f000f0) ^ 0x00800080;
+    } else if constexpr (CODE == FW_CODE_I8) {
+        a[0] = q & 0x00ff00ff;
+        a[1] = __byte_perm(q, 0, 0x4341);
+    } else if (FW_DTYPE == AMK_DTYPE_BF16) {  // the second float lies around the first: bits 14..12, 11 its sign, 3..0
+        a[0] = q & 0x87f087f0;
+        a[1] = (q << 4 & 0x80f080f0) | (q >> 4 & 0x07000700);
+    } else {  // bit 14 its sign, and 6..0
+        a[0] = q & 0xbf80bf80;
+        a[1] = (q << 7 & 0x3f803f80) | (q << 1 & 0x80008000);
+    }
+}
+
+__device__ __forceinline__ float low_scale(int kind, uint32_t pair) {
+    if (kind == FW_SCALES_BF16) return __uint_as_float(pair << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(pair)));
+    return value;
+}
+__device__ __forceinline__ float high_scale(int kind, uint32_t pair) {
+    return kind == FW_SCALES_BF16 ? __uint_as_float(pair & 0xffff0000) : low_scale(kind, pair >> 16);
+}
+
+// Two of a * b + c, each rounded once.
+__device__ __forceinline__ uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sums;
+#if FW_DTYPE == AMK_DTYPE_F16
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+#endif
+    return sums;
+}
+
+// Columns of x as codes are multiplied by.
+__device__ __forceinline__ uint2 enlarged(const uint2& x) {
+#if FW_DTYPE == AMK_DTYPE_BF16
+    return {multiply_halves(x.x, 0x71807180), multiply_halves(x.y, 0x71807180)};  // 2^100
+#else
+    return x;
+#endif
+}
+
+#endif
