@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -104,8 +105,9 @@ _known_library = cache(_library)
 
 def _forget_old(folder: Path) -> None:
     for path in folder.iterdir():
-        if time.time() - path.stat().st_mtime > KEPT_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process has finished or forgotten it meanwhile
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
 
 
 @dataclass
