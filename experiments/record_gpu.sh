@@ -3,7 +3,10 @@
 #
 #     experiments/record_gpu.sh OUTPUT COMMIT PART ...
 #
-# The GPU is an H200 unless FLYWHEEL_GPU names another. A WORK is MODEL[/WEIGHTS[/BATCH[/RANKS]]], as llama3-8b,
+# The part `all` stands for everything that docs/results.md says of one GPU (about an hour), and `all-ranks` for what it
+# says of two that share a step (about ten minutes). A budget in seconds, as in `LIMIT=550 experiments/record_gpu.sh ...`,
+# leaves out parts that would begin later; the last line names them, to be given to the next call. A store in OUTPUT is
+# continued. The GPU is an H200 unless FLYWHEEL_GPU names another. A WORK is MODEL[/WEIGHTS[/BATCH[/RANKS]]], as llama3-8b,
 # llama3-8b/int4, qwen3-8b/int4/8 or llama3-8b/bf16/1/2; RANKS GPUs share its step.
 #
 # conformance                      tests on the GPU
@@ -32,6 +35,8 @@
 # lookup:MODEL                     tokens a launch and us a token with guesses
 # serve:WORK[:ENGINES]             what 1 client and 8 wait for behind a server, and behind transformers,vllm
 # readme                           README's commands on a random checkpoint
+# verdict:MODEL                    what a verdict takes
+# mpk                              orders of Mirage MPK on these kernels
 # calibrate                        the cost model's constants, from all that the store has measured
 # noise                            whether copies of a schedule beat each other, by the rows of the searches
 # versions:OLD                     the recorded schedules of llama3.2-1b and llama3-8b with this tree and with OLD, in turn
@@ -166,6 +171,8 @@ part() {
       done
       script "$name.serve_speed.txt" serve_speed.py "$model" --weights "$weights" ${more:+--engines "$more"} ;;
     readme) script readme_commands.txt readme_commands.py ;;
+    verdict) script "$name.verdict_speed.txt" verdict_speed.py --model "$model" --gpu "$gpu" --device cuda ;;
+    mpk) script mpk_converted.txt mpk_converted.py ;;
     calibrate) record calibrate.txt calibrate --gpu "$gpu" --output machine.json ;;
     versions) python3 experiments/two_versions.py "$work" . results/gpu/llama3.2-1b.schedule.json \
         results/gpu/llama3-8b.schedule.json --gpu "$gpu" --record "$output/two_versions.txt" ;;
@@ -174,9 +181,56 @@ part() {
   esac
 }
 
-failed=0
+# What docs/results.md has of one GPU.
+all=(
+  probe
+  search:llama3.2-1b bench:llama3.2-1b:cublas,compile:3 trace:llama3.2-1b
+  search:llama3-8b bench:llama3-8b:cublas,compile:3 trace:llama3-8b
+  search:llama3-8b/int8:250 bench:llama3-8b/int8:cublas:3 trace:llama3-8b/int8
+  search:llama3-8b/fp8:250 bench:llama3-8b/fp8:cublas:3 trace:llama3-8b/fp8
+  search:llama3-8b/int4:250 bench:llama3-8b/int4:cublas,tinygemm:3 trace:llama3-8b/int4
+  search:llama3.2-1b/int4:250 bench:llama3.2-1b/int4:cublas,tinygemm:3 trace:llama3.2-1b/int4
+  search:llama3.2-1b/fp8:250 bench:llama3.2-1b/fp8:cublas:3 trace:llama3.2-1b/fp8
+  search:llama3.2-1b/int8:150 bench:llama3.2-1b/int8:cublas,compile-int8:3
+  search:llama3-70b/int4:30 bench:llama3-70b/int4:tinygemm:2
+  search:qwen3-8b/int4:150 search:qwen3-8b/int4/8:150:60 batches:qwen3-8b/int4:cublas:1,8 trace:qwen3-8b/int4/8
+  search:qwen3-0.6b bench:qwen3-0.6b:compile:3
+  batches:llama3.2-1b:cublas batches:llama3-8b:cublas contexts:llama3.2-1b:cublas
+  long:llama3.1-8b:32768:25:45
+  generate:llama3.2-1b generate:llama3-8b serve:llama3-8b together:llama3.2-1b ragged:llama3.2-1b ragged:llama3-8b
+  load:llama3-8b lookup:llama3.2-1b lookup:llama3-8b verdict:llama3.2-1b verdict:llama3-8b mpk sanitizer readme
+  random:llama3.2-1b random:llama3-8b measured:llama3.2-1b:150:2 measured:llama3-8b:150:2
+  near:llama3.2-1b:60:5 near:llama3-8b:60:5
+  noise conformance
+)
+# And of two.
+all_ranks=(
+  probe
+  search:llama3-8b/bf16/1/2:150 search:llama3.2-1b/bf16/1/2:150 search:llama3-8b/int4/1/2:150
+  search:llama3-70b/bf16/1/2:25:60
+  trace:llama3.2-1b/bf16/1/2 trace:llama3-8b/bf16/1/2
+  bench:llama3-8b/bf16/1/2:nccl:2 bench:llama3.2-1b/bf16/1/2:nccl:2
+  ranks
+)
+
+failed=0 left=()
+parts=()
 for each in "$@"; do
-  IFS=: read -r kind work more rest <<<"$each"
-  part "$kind" "$work" "$more" "$rest" "${each#*:}" || { echo "record_gpu.sh: $each failed" >&2; failed=$((failed + 1)); }
+  case "$each" in
+    all) parts+=("${all[@]}") ;;
+    all-ranks) parts+=("${all_ranks[@]}") ;;
+    *) parts+=("$each") ;;
+  esac
 done
+for each in "${parts[@]}"; do
+  if [[ -n "${LIMIT:-}" ]] && ((SECONDS >= LIMIT)); then
+    left+=("$each")
+    continue
+  fi
+  IFS=: read -r kind work more rest <<<"$each"
+  began=$SECONDS
+  part "$kind" "$work" "$more" "$rest" "${each#*:}" || { echo "record_gpu.sh: $each failed" >&2; failed=$((failed + 1)); }
+  echo "record_gpu.sh: $each took $((SECONDS - began)) s" | tee -a "$output/parts.txt"
+done
+((${#left[@]} == 0)) || echo "record_gpu.sh: left for another call: ${left[*]}" | tee -a "$output/parts.txt"
 exit "$failed"
