@@ -41,8 +41,6 @@ FREE: Final = (
     Free("data_visibility_us", 0.0, 3.0),
     Free("crowd_us", 0.0, 4.0),
     Free("launch_us", 1.0, 60.0),
-    Free("patience_us", 20.0, 2000.0),
-    Free("ask_us", 0.0, 20.0),
     Free("restage_share", 0.0, 1.0),
     Free("consumer.warp_us", 0.0, 0.4),
     Free("consumer.chunk_us", 0.0, 1.0),

@@ -19,7 +19,7 @@ from flywheel.ir.show import show
 from flywheel.measure.latency import PredictedLatency
 
 FORMAT: Final = "flywheel-machine"
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 
 _LINK: Final = "link"
 """The part of a machine that a file need not have."""
@@ -27,12 +27,10 @@ _LEAST: Final = 1e-6
 _MOST: Final = 1e9
 _MAY_BE_ZERO: Final = frozenset(
     {"poll_us", "launch_us", "data_visibility_us", "crowd_us", "restage_share", "more_copies_us",
-     "patience_us", "ask_us", "warp_us", "chunk_us", "half_warps",
+     "warp_us", "chunk_us", "half_warps",
      *(field.name for field in fields(Vector))}
 )  # fmt: skip
 """Constants that may be 0, since nothing is divided by them."""
-_LEAST_PATIENCE_US: Final = 1.0
-"""Shortest wait until the host may be asked. Each question is an event of a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +146,7 @@ def _machine(data: object, where: str) -> Machine:
     }
     built: dict[str, Any] = {"name": name, "source": source, "num_sms": num_sms, _LINK: None, **parts}
     rest = {field: value for field, value in values.items() if field not in built}
-    machine = Machine(**built | _numbers(rest, f"{where}: machine"))
-    if machine.ask_us and machine.patience_us < _LEAST_PATIENCE_US:
-        told = f"machine.patience_us {machine.patience_us:g} is below {_LEAST_PATIENCE_US:g}"
-        raise UsageError(f"{where}: {told}, but machine.ask_us is {machine.ask_us:g}")
-    return machine
+    return Machine(**built | _numbers(rest, f"{where}: machine"))
 
 
 def _record(data: object, kind: type, where: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Discrete events over the SM queues and one shared HBM.
 
-Time moves from one event to the next, and nothing is sampled. Three things go on at once:
+Time moves from one event to the next, and nothing is sampled. Two things go on at once:
 
 - *Loaders.* Each SM has one, which streams the bytes of the SM's queue in order. All active loaders share the memory
   equally. So a single running total, `volume` (bytes that each active loader has moved), describes them all: a loader
@@ -12,10 +12,6 @@ Time moves from one event to the next, and nothing is sampled. Three things go o
   arrived and been consumed. It then adds 1 to its counter. When the counter completes, its waiters see it the gate's
   `visible_us` later, and up to `crowd_us` more, by the share of the memory's bandwidth in use. A task does `ahead_us`
   of its work before it starts, while it waits.
-- *The host.* An SM that has polled a counter for `patience_us` asks the host again and again whether the launch is
-  aborted. The host answers one SM after the other, each in `ask_us`, and an SM is blocked until it has its answer. An
-  SM polls for its next task from the start of the one before. If a hundred SMs wait, all of them come hundreds of
-  microseconds late, and so do all their waiters.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from flywheel.cost_model.agenda import Floats, Ints, empty_agenda
 from flywheel.cost_model.events import (
@@ -31,7 +26,6 @@ from flywheel.cost_model.events import (
     COUNTER,
     GATE,
     LINK,
-    MAX_EVENTS,
     NOBODY,
     SM,
     STATE,
@@ -40,7 +34,6 @@ from flywheel.cost_model.events import (
     Records,
     run,
 )
-from flywheel.errors import InvalidProgramError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +63,6 @@ class Queues:
     """[link, 2] a gate, and the number of signals that it needs after the gate before it."""
     visible_us: Floats
     """For each gate: the time from the last signal until its waiters go on."""
-    polled: npt.NDArray[np.bool_]
-    """For each gate: whether its waiters poll a counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +76,6 @@ class Rates:
     poll_us: float
     restart_us: float = 0.0
     crowd_us: float = 0.0
-    patience_us: float = 0.0
-    ask_us: float = 0.0
-    """0 means that no SM asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +91,11 @@ class Trace:
 
 
 def simulate(queues: Queues, rates: Rates) -> Trace:
-    """Run every queue to its end. Raises InvalidProgramError after MAX_EVENTS events."""
+    """Run every queue to its end."""
     tasks, sms = _tasks(queues), np.zeros(len(queues.first) - 1, SM)
     sms["head"], sms["stop"] = queues.first[:-1], queues.first[1:]
     gates = np.zeros(len(queues.visible_us), GATE)
-    gates["visible"], gates["polled"], gates["first"] = queues.visible_us, queues.polled, NOBODY
+    gates["visible"], gates["first"] = queues.visible_us, NOBODY
     links = np.zeros(len(queues.links), LINK)
     links["gate"], links["needs"] = np.reshape(queues.links, (-1, 2)).T
     rate_of = np.concatenate([[0.0], np.minimum(rates.loader, rates.total / np.arange(1, len(sms) + 1))])
@@ -115,11 +103,9 @@ def simulate(queues: Queues, rates: Rates) -> Trace:
     for name in CONSTANTS:
         state[name] = getattr(rates, name)
     state["slowest_us"] = 1 / rate_of[-1]
-    n_timers = 2 * len(sms) + len(gates) + 1
+    n_timers = len(sms) + len(gates)
     run(Engine(state, tasks, sms, gates, _counters(queues), links, np.asarray(queues.gates, np.int64), rate_of,
                empty_agenda(len(sms), n_timers), np.zeros(n_timers, np.int64)))  # fmt: skip
-    if state["events"][0] >= MAX_EVENTS:
-        raise InvalidProgramError(f"prediction: not done after {MAX_EVENTS:,} events, at {state['now'][0]:.3g} us")
     stuck = sms["head"][sms["head"] < sms["stop"]]
     return Trace(
         sms["finish"].tolist(), sms["blocked"].tolist(), int(stuck.min()) if len(stuck) else None,

@@ -16,19 +16,13 @@ from flywheel.cost_model.agenda import NEVER, Agenda, Floats, Ints, arrive_at, a
 HALF_BYTE: Final = 0.5
 """Stream positions are floats that stand for whole bytes; half a byte is their tolerance."""
 
-ASKS_AGAIN: Final = 0.2
-"""Interval between two questions to the host, as a fraction of the time until the first: 64 polls of 320."""
-
-MAX_EVENTS: Final = 5_000_000
-"""Events after which a run is aborted. The largest schedules have about 300,000."""
-
 NOBODY: Final = -1
 """Stands for no SM or gate."""
 
 Records = Any
 """An array of records, or one of them; numba infers the fields."""
 
-CONSTANTS: Final = ("total", "poll_us", "restart_us", "crowd_us", "patience_us", "ask_us")
+CONSTANTS: Final = ("total", "poll_us", "restart_us", "crowd_us")
 """Fields of `Rates` that a run reads."""
 
 TASK = np.dtype(
@@ -38,16 +32,14 @@ TASK = np.dtype(
 """A queue entry: its columns of `Queues`, the range of `Engine.awaited` that it awaits, and when it ran."""
 
 SM = np.dtype(
-    [(name, "f8") for name in ("base", "have", "limit", "done", "due", "since", "blocked", "finish", "began",
-                               "busy")]
+    [(name, "f8") for name in ("base", "have", "limit", "done", "due", "since", "blocked", "finish")]
     + [(name, "i8") for name in ("head", "stop", "next")]
-    + [(name, "?") for name in ("active", "waiting", "asleep")]
-)  # fmt: skip
+    + [(name, "?") for name in ("active", "waiting")]
+)
 """An SM. Its loader is at `volume + base` of its stream while `active`, else at `have`. `due`: the volume of its next
-arrival. `since`: when it began to wait; `began`: when its last task started; `busy`: until when the host answers it;
-`next`: the SM that waits after it at its gate."""
+arrival. `since`: when it began to wait; `next`: the SM that waits after it at its gate."""
 
-GATE = np.dtype([("visible", "f8"), ("first", "i8"), ("last", "i8"), ("open", "?"), ("polled", "?")])
+GATE = np.dtype([("visible", "f8"), ("first", "i8"), ("last", "i8"), ("open", "?")])
 """A gate, and the first and last SM that wait there."""
 
 COUNTER = np.dtype([("latest", "f8"), ("left", "i8"), ("link", "i8"), ("end", "i8")])
@@ -56,19 +48,18 @@ COUNTER = np.dtype([("latest", "f8"), ("left", "i8"), ("link", "i8"), ("end", "i
 LINK = np.dtype([("gate", "i8"), ("needs", "i8")])
 
 STATE = np.dtype(
-    [(name, "f8") for name in ("now", "volume", "rate", "host", "slowest_us", *CONSTANTS)]
-    + [(name, "i8") for name in ("n_active", "events")]
-)  # fmt: skip
-"""The clock, the memory, the host and the constants; `events` counts what happened."""
+    [(name, "f8") for name in ("now", "volume", "rate", "slowest_us", *CONSTANTS)]
+    + [("n_active", "i8")]
+)
+"""The clock, the memory and the constants."""
 
 
 class Engine(NamedTuple):
     """All data that a run reads and changes.
 
-    A timer stands for one of four events: an SM's number: its task ends; the number of SMs plus an SM's number: the
-    host has answered it; ~gate: the gate opens; ~(the number of gates): somebody asks the host. There are at most two
-    timers per SM, one per gate and one more. An SM arrives at the volume at which its loader reaches the end of the
-    running task's bytes, or its limit. `due` has room for all that are due at once.
+    A timer stands for one of two events: an SM's number: its task ends; ~gate: the gate opens. There is at most one
+    timer for each SM and each gate. An SM arrives at the volume at which its loader reaches the end of the running
+    task's bytes, or its limit. `due` has room for all that are due at once.
     """
 
     state: Records
@@ -111,8 +102,6 @@ def _start(engine: Engine, number: int, time: float) -> float:
     have = sm.have + HALF_BYTE
     sm.limit = task.limit
     done = time + task.work
-    sm.began = time
-    sm.asleep = False
     task.start = time
     streaming = sm.active
     if not streaming:
@@ -172,14 +161,10 @@ def _reach(engine: Engine, number: int, time: float) -> float:
     if task.first_gate == task.last_gate:
         return _start(engine, number, time)
     closed = _closed_gate(engine, task)
-    if closed != NOBODY:
-        _wait(engine, number, engine.gates[closed])
-    elif sm.busy > time:
-        set_timer(engine.agenda, sm.busy, len(engine.sms) + number)
-    else:
+    if closed == NOBODY:
         return _start(engine, number, time + max(task.ahead, engine.state[0].poll_us))
+    _wait(engine, number, engine.gates[closed])
     sm.since = time
-    sm.asleep = True
     return _allow(engine, sm, task.early)
 
 
@@ -251,45 +236,18 @@ def _wake(engine: Engine, number: int, time: float) -> None:
 
 @bare
 def _release(engine: Engine, gate: Records, time: float) -> None:
-    """A gate opens: all SMs that wait there continue; an SM that has asked the host continues after the answer."""
+    """A gate opens: all SMs that wait there continue."""
     gate.open = True
     number = gate.first
     while number != NOBODY:
-        sm = engine.sms[number]
-        behind = sm.next
-        if sm.busy > time:
-            set_timer(engine.agenda, sm.busy, len(engine.sms) + number)
-        else:
-            _wake(engine, number, time)
+        behind = engine.sms[number].next
+        _wake(engine, number, time)
         number = behind
-
-
-@bare
-def _ask(engine: Engine, time: float) -> None:
-    """Let SMs that have polled a counter for a long time ask the host."""
-    state = engine.state[0]
-    for number in range(len(engine.sms)):
-        sm = engine.sms[number]
-        entry = sm.head + (not sm.asleep)
-        if sm.began > time - state.patience_us or sm.busy > time or entry >= sm.stop:
-            continue
-        task = engine.tasks[entry]
-        for place in range(task.first_gate, task.last_gate):
-            gate = engine.gates[engine.awaited[place]]
-            if gate.polled and not gate.open:
-                state.host = max(state.host, time) + state.ask_us
-                sm.busy = state.host
-                break
-    if engine.agenda.sizes[0] or arrives(engine.agenda):
-        set_timer(engine.agenda, time + state.patience_us * ASKS_AGAIN, ~len(engine.gates))
 
 
 @bare
 def _begin(engine: Engine) -> None:
     """Start all loaders, and all tasks without waits."""
-    state = engine.state[0]
-    if state.ask_us:
-        set_timer(engine.agenda, state.patience_us, ~len(engine.gates))
     for number in range(len(engine.sms)):
         sm = engine.sms[number]
         if sm.head == sm.stop:
@@ -308,25 +266,20 @@ def _begin(engine: Engine) -> None:
 @bare
 def _due(engine: Engine, who: int, time: float) -> None:
     """Handle the event that a timer was set for."""
-    if who >= len(engine.sms):
-        _wake(engine, who - len(engine.sms), time)
-    elif who >= 0:
-        again = _finish(engine, who, time)
-        if again != NEVER:
-            arrive_at(engine.agenda, who, again)
-    elif ~who < len(engine.gates):
+    if who < 0:
         _release(engine, engine.gates[~who], time)
-    else:
-        _ask(engine, time)
+        return
+    again = _finish(engine, who, time)
+    if again != NEVER:
+        arrive_at(engine.agenda, who, again)
 
 
 @bare
 def run(engine: Engine) -> None:
-    """Process events until none is left, or MAX_EVENTS are reached."""
+    """Process events until none is left."""
     clock, agenda = engine.state[0], engine.agenda
     _begin(engine)
-    while clock.events < MAX_EVENTS:
-        clock.events += 1
+    while True:
         if arrives(agenda):
             number = agenda.firsts[1]
             volume = agenda.volumes[1]

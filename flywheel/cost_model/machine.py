@@ -9,9 +9,6 @@ campaigns show:
   the last has landed. So ring and bytes in flight count in whole rounds of copies: four copies of 16 KiB and 96 KiB in
   flight are one round of 64 KiB.
 - A loader that stood still behind a full ring brings no bytes until slots are freed and new copies have landed.
-- A control warp that has polled a counter for long asks the host, which answers one SM after the other (`patience_us`,
-  `ask_us`). Waits for data ask nobody. The campaigns' kernels asked far sooner than the VM's kernels, which ask every 5
-  ms. So schedules whose SMs wait long for an operation are predicted too slow.
 - Few vector warps fetch activations, keys and values in many rounds of loads (`fetch_us`, `attend_us`).
 - Activations that many SMs read at once arrive slower, by the number of readers (`shared_gbs`): merging partials in 128
   tiles of o costs more than in 64.
@@ -85,7 +82,7 @@ class Consumer:
 _FLOPS_PER_WARP_US: Final = 36e3
 """Rate of one warp of an H200 in an attention: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.008801, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US, 7.0, 5.0, 12.0)
+VM: Final = Consumer(0.0, 0.417, 269.5e3, 1.174, _FLOPS_PER_WARP_US, 9.13, 7.84, 10.18)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 
@@ -151,10 +148,6 @@ class Machine:
     vector: Vector = Vector()
     restage_share: float = 1.0
     """Share of the time of staging an operand that remains for a task with the same operand as the task before it."""
-    patience_us: float = 0.0
-    """Longest wait for a counter without a question to the host."""
-    ask_us: float = 0.0
-    """The host's answer to one SM."""
     link: Link | None = None
     """The link to another such GPU, as probed; None where none was, and NVLINK stands for it."""
 
@@ -187,32 +180,30 @@ _H200: Final = Machine(
     name="h200",
     source="measured",
     num_sms=132,
-    read_gbs=4340.0,
+    read_gbs=4373.0,
     sm_read_gbs=100.0,
-    shared_gbs=5808.0,
-    copy_us=0.5363,
-    more_copies_us=0.05511,
-    round_trip_us=0.6133,
-    visibility_us=2.591,
-    data_visibility_us=1.143,
-    crowd_us=0.7179,
+    shared_gbs=13190.0,
+    copy_us=0.5389,
+    more_copies_us=0.05392,
+    round_trip_us=0.6362,
+    visibility_us=3.151,
+    data_visibility_us=1.321,
+    crowd_us=0.8968,
     poll_us=0.1,
-    launch_us=4.462,
-    restage_share=0.6269,
-    patience_us=99.48,
-    ask_us=4.451,
+    launch_us=1.0,
+    restage_share=0.4047,
     consumer=VM,
     vector=Vector(
-        task_us=0.7075,
-        ahead_us=1.887,
-        fetch_us=0.9497,
-        slice_us=0.7884,
+        task_us=0.0,
+        ahead_us=1.768,
+        fetch_us=0.8693,
+        slice_us=0.6759,
         step_us=0.0,
-        norm_us=0.4702,
-        merge_us=0.000417,
-        attention_us=0.1388,
-        attend_us=0.9189,
-        cache_us=0.03597,
+        norm_us=0.3044,
+        merge_us=0.0,
+        attention_us=0.0,
+        attend_us=0.9292,
+        cache_us=0.03289,
     ),
 )
 

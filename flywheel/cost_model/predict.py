@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flywheel.cost_model.demand import Demand
     from flywheel.cost_model.engine import Queues, Trace
 
-MODEL_VERSION: Final = "7"
+MODEL_VERSION: Final = "8"
 """The version changes whenever the same program may get another prediction."""
 
 
@@ -167,8 +167,6 @@ def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
         poll_us=machine.poll_us,
         restart_us=machine.restart_us(variant),
         crowd_us=machine.crowd_us,
-        patience_us=machine.patience_us,
-        ask_us=machine.ask_us,
     )
     return queues, simulate(queues, rates)
 

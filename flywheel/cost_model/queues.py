@@ -48,7 +48,6 @@ def priced(demand: Demand, machine: Machine) -> Queues:
         link_ends=gates.link_ends,
         links=gates.links,
         visible_us=np.where(gates.by_data, machine.data_visibility_us, machine.visibility_us),
-        polled=~gates.by_data,
     )
 
 

@@ -89,7 +89,7 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
     ("change", "fact"),
     [
         (edit("format", value="flywheel-schedule"), "is not a flywheel-machine file"),
-        (edit("version", value=1), "version 1 is not 3; run flywheel calibrate again"),
+        (edit("version", value=1), "version 1 is not 4; run flywheel calibrate again"),
         (edit("model_version", value="1"), f"model_version '1' is not '{MODEL_VERSION}'; run flywheel calibrate again"),
         (edit("machine", value=[]), "machine is not an object"),
         (edit("machine", remove=True), "machine is not an object"),
@@ -105,7 +105,6 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
         (edit("machine", "name", value=""), r"machine\.name '' is not a name"),
         (edit("machine", "source", value=[]), r"machine\.source \[\] is not"),
         (edit("machine", "launch_us", value=3.0), "the file was edited"),
-        (edit("machine", "patience_us", value=0), r"patience_us 0 is below 1, but machine.ask_us"),
         (edit("provenance", value=None), "provenance is not an object"),
     ],
 )

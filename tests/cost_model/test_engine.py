@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from flywheel.cost_model.engine import Queues, Rates, simulate
-from flywheel.errors import InvalidProgramError
 
 RATES = Rates(total=100.0, loader=80.0, poll_us=0.0)
 
@@ -47,7 +46,6 @@ def queues(*sms: list[tuple[int, float]], ahead: float = 1e9, **changes: object)
         awaits=[0] * first[-1],
         **awaiting([()], [[] for _ in sms]),
         visible_us=[],
-        polled=[],
     )
     return replace(built, **changes)  # type: ignore[arg-type]
 
@@ -83,7 +81,6 @@ def two_sms_with_a_join(consumer_bytes: int) -> Queues:
         awaits=[0, 1, 0, 1],
         **awaiting([(), (0,)], [[(0, 2)], []]),
         visible_us=[1.0],
-        polled=[True],
     )
 
 
@@ -101,7 +98,6 @@ def test_a_wait_that_is_already_satisfied_costs_a_poll() -> None:
         awaits=[0, 0, 1],
         **awaiting([(), (0,)], [[(0, 1)], []]),
         visible_us=[1.0],
-        polled=[True],
     )
     assert simulate(program, replace(RATES, poll_us=0.25)).finish_us[1] == pytest.approx(6.25)
 
@@ -115,7 +111,6 @@ def test_a_counter_opens_its_gates_in_the_order_of_their_thresholds() -> None:
         awaits=[0, 0, 1, 2],
         **awaiting([(), (1,), (0,)], [[(0, 1), (1, 1)], []]),
         visible_us=[1.0, 1.0],
-        polled=[True, True],
     )
     assert simulate(program, RATES).finish_us == [pytest.approx(2.0), pytest.approx(3.0), pytest.approx(2.0)]
 
@@ -136,7 +131,7 @@ def test_a_hand_off_takes_longer_while_the_memory_is_busy() -> None:
     busy = queues([(0, 3.0), (0, 0.0)], [(0, 5.0), (0, 0.0)], [(8000, 0.0)])
     busy = replace(
         busy, signal=[0, 1, 0, 1, 2], awaits=[0, 1, 0, 1, 0], **awaiting([(), (0,)], [[(0, 2)], [], []]),
-        visible_us=[1.0], polled=[True],
+        visible_us=[1.0],
     )
     assert simulate(busy, crowded).finish_us[:2] == [pytest.approx(7.6), pytest.approx(7.6)]
 
@@ -156,21 +151,6 @@ def test_a_loader_goes_on_when_its_sm_comes_to_a_task_that_waits() -> None:
     assert simulate(opened, RATES).finish_us == [pytest.approx(6.0), pytest.approx(7.0)]
 
 
-def test_a_long_wait_for_a_counter_hears_of_it_behind_the_answers_of_the_host() -> None:
-    joined = two_sms_with_a_join(0)
-    # Both poll from the start of their first task on and ask 2 us later: answers come at 5 and 8. The first asks again
-    # before the counter is complete, at 6, and stands behind the second.
-    asking = replace(RATES, patience_us=2.0, ask_us=3.0)
-    assert simulate(joined, asking).finish_us == [pytest.approx(11.0), pytest.approx(8.0)]
-    assert simulate(replace(joined, polled=[False]), asking).finish_us == simulate(joined, RATES).finish_us
-    assert simulate(joined, replace(asking, patience_us=7.0)).finish_us == simulate(joined, RATES).finish_us
-
-
-def test_a_run_of_endless_questions_is_given_up() -> None:
-    with pytest.raises(InvalidProgramError, match="not done after 5,000,000 events"):
-        simulate(two_sms_with_a_join(0), replace(RATES, patience_us=0.0, ask_us=3.0))
-
-
 def test_a_queue_that_waits_for_ever_is_reported() -> None:
     program = queues(
         [(0, 1.0), (0, 1.0)],
@@ -178,7 +158,6 @@ def test_a_queue_that_waits_for_ever_is_reported() -> None:
         awaits=[0, 1],
         **awaiting([(), (0,)], [[(0, 2)]]),
         visible_us=[1.0],
-        polled=[True],
     )
     assert simulate(program, RATES).stuck == 1
     assert simulate(queues([(0, 1.0)]), RATES).stuck is None

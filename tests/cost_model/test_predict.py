@@ -32,16 +32,16 @@ from flywheel.plan.handoff import by_data as by_data_of
 from flywheel.plan.nodes import group_tasks
 
 KIB = 1024
-VERSION = "7"
+VERSION = "8"
 PREDICTED_US = (
-    "0x1.ce7bcc9b23e58p+5",
-    "0x1.19bc5a4770d1bp+6",
-    "0x1.27a1a791815c3p+6",
-    "0x1.57092d27e5298p+6",
-    "0x1.0a5174fcfbbaep+6",
-    "0x1.2e0a2e04daad0p+6",
-    "0x1.92e8482ca156ep+6",
-    "0x1.34eb8e5993465p+6",
+    "0x1.8a4e760dcaa56p+5",
+    "0x1.04713c142cd5ep+6",
+    "0x1.c3bf7a7336152p+5",
+    "0x1.32a7613055522p+6",
+    "0x1.cd43c774d3bb3p+5",
+    "0x1.0aa696da883e4p+6",
+    "0x1.36d97b328f4b4p+6",
+    "0x1.1a1994f3a921fp+6",
 )
 """What VERSION of the model says of four programs of each small model."""
 
@@ -68,10 +68,10 @@ def test_the_small_model_loses_the_larger_share() -> None:
         assert small.floor_us / small.latency_us < large.floor_us / large.latency_us
 
 
-def test_prefetch_is_faster_than_none_and_deeper_is_never_slower() -> None:
-    times = [predict(chain_program(LLAMA_1B, DEEP, 4, depth)).latency_us for depth in (0, 1, 2, 4, 8)]
-    assert times[1] < 0.98 * times[0]
-    assert all(deeper <= shallower * 1.002 for shallower, deeper in pairwise(times))
+def test_prefetch_of_any_depth_is_faster_than_none() -> None:
+    none, *times = [predict(chain_program(LLAMA_1B, DEEP, 4, depth)).latency_us for depth in (0, 1, 2, 4, 8)]
+    assert all(each < none for each in times)
+    assert times[0] < 0.98 * none
 
 
 def test_8_kib_copies_are_far_slower_than_16_kib_ones() -> None:
