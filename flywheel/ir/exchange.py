@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.ir.access import Region, tile, tile_rows
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import operation_of
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.runs import Run
 from flywheel.ir.version import ABI_MAX_ROWS
 
 _K = InstructionKind
@@ -27,8 +28,8 @@ def is_push(task: Task) -> bool:
     return len(steps) == 1 and steps[0]["op"] == _K.COPY.name and steps[0].get("params", {}) == own
 
 
-def pushed_counters(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> frozenset[int]:
-    """Counters of tasks whose output is on another GPU."""
+def pushed_counters(tasks: Iterable[Task | Run], buffers: Mapping[int, Buffer]) -> frozenset[int]:
+    """Counters of tasks, or of runs, whose output is on another GPU."""
     return frozenset(
         task.out_counter for task in tasks for number in task.outputs if buffers[number].rank != task.rank
     )

@@ -107,6 +107,11 @@ class Runs(Sequence[Task]):
         return self._first
 
     @property
+    def ids(self) -> Sequence[int]:
+        """The id of each task."""
+        return range(len(self.sms))
+
+    @property
     def used_sms(self) -> frozenset[int]:
         """The SMs that have tasks."""
         if self._used_sms is None:

@@ -110,24 +110,31 @@ class _Tiles:
 
 def _group_runs(tasks: Runs, kinds: _Kinds) -> _Columns:
     known: dict[int, _Tiles] = {}
+    nodes: dict[tuple[int, ...], int] = {}
     firsts: list[Task] = []
     node_kinds: list[int] = []
     stretches: list[_Stretch] = []
-    bases: list[int] = []  # for each stretch, the first node of its run
+    numbers: list[int] = []  # of the runs' nodes
+    bases: list[int] = []  # for each stretch, the place in `numbers` of its run's first node
+    ids = tasks.ids
     for run, first in zip(tasks.runs, tasks.first, strict=False):
         tiles = known.get(id(run.tiles))
         if tiles is None:
             tiles = known[id(run.tiles)] = _read_tiles(run, kinds)
         stretches += tiles.stretches
-        bases += [len(firsts)] * len(tiles.stretches)
+        bases += [len(numbers)] * len(tiles.stretches)
+        shared = run.op, run.out_counter, id(run.inputs), id(run.outputs), id(run.waits)
         for place, stretch, kind in tiles.firsts:
-            firsts.append(task_of(run, stretch, first + place, tasks.sms[first + place]))
-            node_kinds.append(kind)
+            node = nodes.setdefault((kind, *shared), len(firsts))
+            if node == len(firsts):
+                firsts.append(task_of(run, stretch, ids[first + place], tasks.sms[first + place]))
+                node_kinds.append(kind)
+            numbers.append(node)
     table: Ints = np.array(stretches, np.int64).reshape(-1, 5)
-    params, node, starts, widths, sizes = table.T
+    params, local, starts, widths, sizes = table.T
     each = np.repeat(np.arange(len(sizes)), sizes)
     number = np.arange(len(each)) - (np.cumsum(sizes) - sizes)[each]
-    node_of = (node + np.array(bases, np.int64))[each]
+    node_of = np.array(numbers, np.int64)[local + np.array(bases, np.int64)][each]
     n_off: Ints = starts[each] + number * widths[each]
     return firsts, node_of, params[each], n_off, node_kinds
 

@@ -53,10 +53,9 @@ def make_plan(program: MegakernelProgram) -> Plan:
     return _planned(program, frozenset())
 
 
-def _planned(
-    program: MegakernelProgram, exchanged: frozenset[int], sampled: frozenset[int] = frozenset()
-) -> Plan:
+def _planned(program: MegakernelProgram, exchanged: frozenset[int]) -> Plan:
     grouping = group_tasks(program.tasks)
+    sampled = sampled_of(grouping.firsts) if exchanged else frozenset[int]()
     variant = variant_of(program)
     by = by_data(program, grouping, exchanged, sampled) if variant.data_hand_offs else by_counters(program, grouping)
     return Plan(program, variant, grouping, by, *queues_of(program))
@@ -71,7 +70,7 @@ def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
 
 
 def _rank_plan(part: Part) -> Plan:
-    plan = _planned(part.program, part.arrived.union(part.away), sampled_of(part.program.tasks))
+    plan = _planned(part.program, part.arrived.union(part.away))
     rows = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.arrived}
     away = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.away}
     hand_offs = replace(plan.hand_offs, awaited=plan.hand_offs.awaited - away | rows)

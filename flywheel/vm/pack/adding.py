@@ -19,7 +19,7 @@ from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine
 from flywheel.plan.step import ABSENT, adds_columns
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, StepFlag
-from flywheel.vm.pack.instructions import other_ranks
+from flywheel.vm.pack.instructions import other_ranks, picked
 
 Table = npt.NDArray[np.void]
 
@@ -47,8 +47,9 @@ def take_sums(
     sends = np.uint32(InstructionFlag.SENDS) | other_ranks(part)
     sending, sms = instructions["flags"] & sends == sends, instructions["sm"]
     adding = np.flatnonzero(sending[:-1] & is_sum[1:] & (sms[:-1] == sms[1:]))
-    product, total = instructions[adding], instructions[adding + 1]
-    last, added = steps[product["first_step"] + product["n_steps"] - 1], steps[total["first_step"]]
+    product, total = picked(instructions, adding), picked(instructions, adding + 1)
+    last = picked(steps, product["first_step"] + product["n_steps"] - 1)
+    added = picked(steps, total["first_step"])
     multiplied, width = last["as"]["product"], product["params"]["N_tile"]
     blocks = -(-(product["params"]["n_off"] % FRAGMENT_ROWS + width) // FRAGMENT_ROWS)
     taken = (

@@ -100,20 +100,19 @@ def check_arrivals(
     nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], arrived: frozenset[int]
 ) -> None:
     """Check that only pushes, sums and argmax tasks read data that other GPUs push."""
+    rows = {row for row, buffer in enumerate(buffers) if buffer.id in arrived}
     for node in nodes:
+        if rows.isdisjoint(node.inputs):
+            continue
         routine = routines[node.form]
         taken = {RESULT_REF + view for view in routine.views}
         for index, step in enumerate(routine.steps):
-            refs = [ref for ref in step.reads if ref < RESULT_REF and buffers[node.inputs[ref]].id in arrived]
+            refs = [ref for ref in step.reads if ref < RESULT_REF and node.inputs[ref] in rows]
             refs += [ref for ref in step.reads if ref in taken]
-            if refs and index not in routine.views and step.op not in _OF_PEERS and arrived & _ids(node, buffers):
+            if refs and index not in routine.views and step.op not in _OF_PEERS:
                 raise InvalidProgramError(
                     f"task {node.task.id} ({node.task.label}): {step.op.name} has no kernel that reads what others push"
                 )
-
-
-def _ids(node: Node, buffers: Sequence[Buffer]) -> set[int]:
-    return {buffers[row].id for row in node.inputs}
 
 
 _OF_PEERS: Final = (_K.ALLREDUCE_SHARD, _K.SAMPLE_ARGMAX, _K.COPY)

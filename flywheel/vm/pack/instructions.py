@@ -24,6 +24,10 @@ from flywheel.vm.pack.template import Template
 INSTRUCTION: Final = numpy_struct("amk_instruction_t")
 
 
+def picked(table: npt.NDArray[np.void], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """These rows of a table. Numpy itself would copy them member by member."""
+    return table.view(f"V{table.itemsize}")[rows].view(table.dtype)
+
 
 def node_rows(
     nodes: Sequence[Node],
@@ -65,10 +69,8 @@ def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
 
 def peer_flags(part: Part) -> npt.NDArray[np.uint32]:
     """For each task of a part, in order: flags for the ranks that its result goes to, and how it is sent."""
-    peers = np.array(part.peers, np.uint32)
-    pushes = np.array([part.away.issuperset(task.outputs[:1]) for task in part.program.tasks], np.bool_)
-    kind = np.where(pushes, InstructionFlag.PUSHES, InstructionFlag.SENDS).astype(np.uint32)
-    return np.where(peers != 0, peers << np.uint32(PEERS_SHIFT) | kind, np.uint32(0))
+    kind = np.where(part.pushes, InstructionFlag.PUSHES, InstructionFlag.SENDS).astype(np.uint32)
+    return np.where(part.peers != 0, part.peers << np.uint32(PEERS_SHIFT) | kind, np.uint32(0))
 
 
 def other_ranks(part: Part) -> np.uint32:

@@ -26,7 +26,15 @@ from flywheel.vm.pack.adding import take_sums
 from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.checks import check_arrivals, check_count, check_steps, float_type, scale_buffers
 from flywheel.vm.pack.frequencies import Frequencies
-from flywheel.vm.pack.instructions import coded_rows, node_rows, other_ranks, params_rows, peer_flags, weight_layouts
+from flywheel.vm.pack.instructions import (
+    coded_rows,
+    node_rows,
+    other_ranks,
+    params_rows,
+    peer_flags,
+    picked,
+    weight_layouts,
+)
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
 from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, tile_of
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
@@ -147,7 +155,7 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
     sums: dict[int, int] = {}
     if plan.part is not None:
         kept, sums = take_sums(instructions, steps, nodes, routines, node_of, program.buffers, plan.part, pass_blocks)
-        instructions, node_of = _picked(instructions, kept), node_of[kept]
+        instructions, node_of = picked(instructions, kept), node_of[kept]
         queues = np.searchsorted(kept, queues).astype(np.int32)
 
     entries = matrix_entries(
@@ -183,8 +191,8 @@ def _instructions(
     """An instruction for each task, SM by SM. `places` has the index of a launch's position for each params record."""
     grouping = plan.grouping
     node_of, params_of = grouping.node_of[plan.order], grouping.params_of[plan.order]
-    instructions = _picked(by_node, node_of)
-    _put(instructions, "params", _picked(params_rows(grouping.params), params_of))
+    instructions = picked(by_node, node_of)
+    _put(instructions, "params", picked(params_rows(grouping.params), params_of))
     instructions["params"]["n_off"] = grouping.n_off[plan.order]
     instructions["sequence"] = places[params_of]
     if plan.part is not None:
@@ -224,11 +232,6 @@ def _away(plan: Plan) -> frozenset[int]:
     """Row numbers of buffers that are on other GPUs."""
     numbers = plan.part.away if plan.part is not None else frozenset()
     return frozenset(row for row, buffer in enumerate(plan.program.buffers) if buffer.id in numbers)
-
-
-def _picked(table: Table, rows: npt.NDArray[np.int64]) -> Table:
-    """These rows of a table. Numpy itself would copy them member by member."""
-    return table.view(f"V{table.itemsize}")[rows].view(table.dtype)
 
 
 def _put(table: Table, member: str, rows: Table) -> None:

@@ -25,10 +25,12 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.numbered import as_runs
+from flywheel.ir.serde import program_from_json, program_to_json
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.plan.sending import made_by
+from flywheel.plan.sending import TileReader, made_by
 from flywheel.vm.abi import COUNTER_STRIDE, PEERS_SHIFT, InstructionFlag, Layout
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, pack, pack_ranks, ranks_table
 from flywheel.vm.pack.best import best_flags
@@ -316,9 +318,77 @@ def test_columns_that_tasks_write_twice_are_pushed_not_sent() -> None:
         Task(k, InstructionKind.GEMV_TILE, (0, 1), (2,), k, (), {"K": 32, "N_tile": 16, "n_off": n_off}, 0)
         for k, n_off in enumerate((0, 16, 16))
     ]
-    assert made_by(tiles[:2], buffers, {2}) == {(2, 0, 16, 1): 0, (2, 16, 32, 1): 1}
-    assert made_by(tiles, buffers, {2}) == {}
-    assert made_by(tiles[:2], buffers, set()) == {}
+
+
+    def made(tasks: list[Task], sources: set[int]) -> list[tuple[list[int], int]]:
+        found, places = made_by(as_runs(tasks), buffers, sources, TileReader())
+        return list(zip(found.T.tolist(), places.tolist(), strict=True))
+
+    assert made(tiles[:2], {2}) == [([2, 0, 16, 1], 0), ([2, 16, 32, 1], 1)]
+    assert made(tiles, {2}) == []
+    assert made(tiles[:2], set()) == []
+
+
+def test_only_the_tiles_that_no_product_stores_are_pushed() -> None:
+    """One tile is no bare product, so its pushes are all that stays of their runs."""
+
+    def change(tasks: list[Task]) -> list[Task]:
+        place = place_of(tasks, "L0.o_proj", 1, 32)
+        task = tasks[place]
+        product = {
+            "op": "GEMV_TILE", "args": [{"in": 0}, {"in": 1}], "out": 0, "out_shape": [1, 32],
+            "params": {"K": task.params["K"]}, "out_dtype": "F32",
+        }  # fmt: skip
+        last = {"op": "GELU", "args": [{"s": 0}], "out": "final", "out_shape": [1, 32], "out_dtype": "F32"}
+        params = {"n_off": 32, "N_tile": 32, "recipe": {"steps": [product, last]}}
+        tasks[place] = replace(task, op=InstructionKind.FUSED, params=params)
+        return tasks
+
+    for rank, packed in enumerate(pack_ranks(remade(lowered(4, columns=32), change))):
+        rows = packed.instructions[(packed.instructions["flags"] & InstructionFlag.PUSHES) != 0]
+        assert peers(packed, InstructionFlag.PUSHES) == ({"attn_sum.push": {0b1101}} if rank == 1 else {})
+        assert rows["params"]["n_off"].tolist() == [32] * (rank == 1)
+        sending = packed.instructions[(packed.instructions["flags"] & InstructionFlag.SENDS) != 0]
+        sent = {(packed.program.tasks[row["task"]].label, int(row["params"]["n_off"])) for row in sending}
+        assert (("L0.o_proj", 0) in sent, ("L0.o_proj", 32) in sent) == (True, rank != 1)
+
+
+def tables(packed: PackedProgram) -> tuple[Any, ...]:
+    """All that the kernels read, and what names the tasks in messages."""
+    part = packed.part
+    assert part is not None
+    arrays = (
+        packed.buffers, packed.instructions, packed.queues, packed.steps, packed.segments, packed.segment_buffers,
+        packed.streams, packed.floats, part.peers, part.pushes,
+    )  # fmt: skip
+    return (
+        *[array.tobytes() for array in arrays], packed.arena, packed.sums, packed.arrivals, part.images, part.away,
+        part.arrived, packed.program.buffers, packed.program.counters, tuple(packed.program.tasks),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("grouping", [(), FUSED])
+@pytest.mark.parametrize(("ranks", "columns", "by_data"), [(2, 32, 1), (2, 48, 0), (4, 16, 1), (8, 32, 1)])
+def test_plain_tasks_give_the_same_tables_as_runs(ranks: int, columns: int, by_data: int, grouping: Any) -> None:
+    program = lowered(ranks, 2, grouping, by_data, columns)
+    wanted = list(map(tables, pack_ranks(program)))
+    plain = replace(program, tasks=tuple(program.tasks))
+    assert list(map(tables, pack_ranks(plain))) == wanted
+    assert list(map(tables, pack_ranks(program_from_json(program_to_json(program))))) == wanted
+
+
+def test_tasks_of_a_rank_keep_the_ids_of_the_program() -> None:
+    program = lowered(2)
+    for rank, packed in enumerate(pack_ranks(program)):
+        for task in packed.program.tasks:
+            whole = program.tasks[task.id]
+            assert (whole.label, whole.rank, whole.params, whole.sm) == (task.label, rank, task.params, task.sm)
+
+
+@pytest.mark.parametrize("number", [3, 12])
+def test_a_task_without_an_sm_is_named(number: int) -> None:
+    with pytest.raises(InvalidProgramError, match=rf"^task {number} \(.*\): sm=None is not in 0..1$"):
+        pack_ranks(changed(PROGRAM, number, sm=None))
 
 
 def flagged(packed: PackedProgram, flag: InstructionFlag) -> set[str]:
