@@ -1,9 +1,9 @@
 """The cost of a GPU and of the kernel's inner loops: the constants of the prediction, in one table.
 
 The H200's constants are fitted. `flywheel calibrate` moved them until predictions agreed with a part of the measured
-campaigns: at most 50 configs of each model and context, random and searched ones. results/calibration.txt has the
-errors of the other configs, and results/gpu/results.tsv the rows. `sm_read_gbs` and `poll_us` are estimates. The
-campaigns show:
+campaigns: at most 50 configs of each model and format of weights, random and searched ones.
+results/gpu/calibration.tsv has the rows, and results/calibration.txt the errors of the configs that were held back.
+`sm_read_gbs` and `poll_us` are estimates. The campaigns show:
 
 - The loader fills `copies` slots of its ring at once, when all of them are free and the chunk `inflight_chunks` before
   the last has landed. So ring and bytes in flight count in whole rounds of copies: four copies of 16 KiB and 96 KiB in
@@ -82,7 +82,7 @@ class Consumer:
 _FLOPS_PER_WARP_US: Final = 36e3
 """Rate of one warp of an H200 in an attention: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.0, 0.417, 269.5e3, 1.174, _FLOPS_PER_WARP_US, 9.13, 7.84, 10.18)
+VM: Final = Consumer(0.0, 0.3798, 207.9e3, 0.7718, _FLOPS_PER_WARP_US, 11.08, 9.10, 11.93)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 
@@ -180,30 +180,30 @@ _H200: Final = Machine(
     name="h200",
     source="measured",
     num_sms=132,
-    read_gbs=4373.0,
+    read_gbs=4341.0,
     sm_read_gbs=100.0,
-    shared_gbs=13190.0,
-    copy_us=0.5389,
-    more_copies_us=0.05392,
-    round_trip_us=0.6362,
-    visibility_us=3.151,
-    data_visibility_us=1.321,
-    crowd_us=0.8968,
+    shared_gbs=28650.0,
+    copy_us=0.5332,
+    more_copies_us=0.05566,
+    round_trip_us=0.6159,
+    visibility_us=3.143,
+    data_visibility_us=1.261,
+    crowd_us=0.7538,
     poll_us=0.1,
     launch_us=1.0,
-    restage_share=0.4047,
+    restage_share=0.1905,
     consumer=VM,
     vector=Vector(
         task_us=0.0,
-        ahead_us=1.768,
-        fetch_us=0.8693,
-        slice_us=0.6759,
+        ahead_us=2.094,
+        fetch_us=0.8958,
+        slice_us=0.7291,
         step_us=0.0,
-        norm_us=0.3044,
+        norm_us=0.0,
         merge_us=0.0,
         attention_us=0.0,
-        attend_us=0.9292,
-        cache_us=0.03289,
+        attend_us=0.8726,
+        cache_us=0.04105,
     ),
 )
 

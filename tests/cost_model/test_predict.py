@@ -34,14 +34,14 @@ from flywheel.plan.nodes import group_tasks
 KIB = 1024
 VERSION = "8"
 PREDICTED_US = (
-    "0x1.8a4e760dcaa56p+5",
-    "0x1.04713c142cd5ep+6",
-    "0x1.c3bf7a7336152p+5",
-    "0x1.32a7613055522p+6",
-    "0x1.cd43c774d3bb3p+5",
-    "0x1.0aa696da883e4p+6",
-    "0x1.36d97b328f4b4p+6",
-    "0x1.1a1994f3a921fp+6",
+    "0x1.8766baa3bb3cfp+5",
+    "0x1.feabc0d4b96e6p+5",
+    "0x1.cad4083601451p+5",
+    "0x1.2f5b45b81aa34p+6",
+    "0x1.c539c550ac799p+5",
+    "0x1.febdbd79daae3p+5",
+    "0x1.385089e5ac5d7p+6",
+    "0x1.11330182c7f53p+6",
 )
 """What VERSION of the model says of four programs of each small model."""
 
