@@ -105,6 +105,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     base = fitted(arguments.noise) if arguments.noise else Noise(0.003 / NORMAL_P90, 0.0003 / NORMAL_P90)
+    if not arguments.noise:
+        print("levels of noise are assumed, and not fitted to a campaign, as --noise does")
     cases = [base] if arguments.noise else [base, replace(base, load=base.sample)]
     print(f"{CAMPAIGNS} simulated finals a line, up to {ROUNDS} rounds of {SAMPLES} launches, seed {arguments.seed}")
     print(f"{'sample, %':>10}{'load, %':>9}  {'programs':<34}{'a winner':>9}{'the right one':>15}{'rounds':>8}")

@@ -1,17 +1,20 @@
-"""Times an ask of the default sampler with the threads that BLAS takes by default, and with one.
+"""Times an ask of the sampler `local` with the threads that BLAS takes by default, and with one: alone, and beside
+processes that keep every core busy, as those that evaluate trials do.
 
-    python experiments/ask_threads.py > results/ask_threads.txt
+    python experiments/ask_threads.py
 
 The known trials are random, with made-up latencies. Times are of one ask and tell, the mean of ASKS.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np  # loads the BLAS that is looked at
 from threadpoolctl import threadpool_info
@@ -23,7 +26,9 @@ from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 
 KNOWN = (40, 120, 200)
-ASKS = 20
+ASKS = 10
+BUSY = 2
+"""Processes of each core."""
 WORK = ("llama3-8b", "h100", "bf16", 512)
 
 
@@ -32,15 +37,35 @@ def main() -> int:
     space = make_space(make_workload(*WORK))
     threads = max(pool["num_threads"] for pool in threadpool_info())
     print(f"{WORK[0]} on {WORK[1]}, {len(space.dimensions)} knobs; numpy {np.__version__}, {threads} threads of BLAS")
-    load = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, which {load:.0f} processes wanted in the minute before")
-    print(f"{'known':>6} {'threads':>8} {'wall ms':>9} {'CPU ms':>8}")
-    for known in KNOWN:
-        for count, limit in ((threads, nullcontext), (1, one_blas_thread)):
-            study.one_blas_thread = limit  # type: ignore[attr-defined]
-            wall_ms, cpu_ms = ask_ms(space, known)
-            print(f"{known:6d} {count:8d} {wall_ms:9.1f} {cpu_ms:8.1f}")
+    print(f"{'busy':>6} {'known':>6} {'threads':>8} {'wall ms':>9} {'CPU ms':>8}")
+    for busy in (0, BUSY * (os.cpu_count() or 1)):
+        with processes(busy):
+            for known in KNOWN:
+                for count, limit in ((threads, nullcontext), (1, one_blas_thread)):
+                    study.one_blas_thread = limit  # type: ignore[attr-defined]
+                    wall_ms, cpu_ms = ask_ms(space, known)
+                    print(f"{busy:6d} {known:6d} {count:8d} {wall_ms:9.1f} {cpu_ms:8.1f}", flush=True)
     return 0
+
+
+@contextmanager
+def processes(count: int) -> Iterator[None]:
+    """Processes that do nothing but compute."""
+    begun = [multiprocessing.Process(target=spin, daemon=True) for _ in range(count)]
+    for each in begun:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in begun:
+            each.kill()
+            each.join()
+
+
+def spin() -> None:
+    """Compute for ever."""
+    while True:
+        pass
 
 
 def ask_ms(space: Space, known: int) -> tuple[float, float]:

@@ -1,9 +1,11 @@
-"""Compares the shipped cost model's predictions with campaigns measured on an H200 (results/gpu/results.tsv).
+"""Compares the shipped cost model's predictions with campaigns measured on an H200.
 
-Run it with `python experiments/cost_model_campaigns.py`. Scores are of the configs that `flywheel calibrate --held-back
-0.6` holds back. They are also split, since most configs of a search are neighbours of its best ones. The replay counts
-the trials that `--prefilter` would have left unmeasured, of the same trials in the same order. A search with it would
-have proposed other trials.
+    python experiments/cost_model_campaigns.py [results/gpu/results.tsv results/gpu/quantised.tsv]
+
+By default it reads results/gpu/results.tsv, to part of which the shipped constants were fitted. Scores are of the
+configs that `flywheel calibrate --held-back 0.6` holds back. They are also split, since most configs of a search are
+neighbours of its best ones. The replay counts the trials that `--prefilter` would have left unmeasured, of the same
+trials in the same order. A search with it would have proposed other trials.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flywheel.cost_model import predict
+from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.cost_model.calibrate import score
 from flywheel.ir import config_from_dict
 from flywheel.lowering.lower import lower
@@ -50,16 +53,25 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> int:
 def main() -> None:
     """Print scores and replays of each piece of work."""
     csv.field_size_limit(sys.maxsize)
-    with RECORDED.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["source"] in ("search", "seed")]
-    rows = [row for row in rows if row["outcome"] == "measured"]
-    for model, context in sorted({(row["model"], int(row["context"])) for row in rows}):
-        report(model, context, [row for row in rows if (row["model"], int(row["context"])) == (model, context)])
+    sys.stdout.write(
+        f"version {MODEL_VERSION} of the cost model. Its constants were fitted to those configs of\n"
+        "results/gpu/results.tsv that are not held back; which mechanisms it has was decided with all of\n"
+        "them in sight. The constants for quantised weights are guesses, made with all rows of\n"
+        "results/gpu/quantised.tsv in sight.\n"
+    )
+    works = defaultdict[tuple[str, str, int], list[dict[str, str]]](list)
+    for path in map(Path, sys.argv[1:] or [RECORDED]):
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file, delimiter="\t"):
+                if row["source"] in ("search", "seed") and row["outcome"] == "measured":
+                    works[row["model"], row.get("weights") or "", int(row["context"])].append(row)
+    for work, rows in sorted(works.items()):
+        report(*work, rows)
 
 
-def report(model: str, context: int, rows: Sequence[dict[str, str]]) -> None:
+def report(model: str, weights: str, context: int, rows: Sequence[dict[str, str]]) -> None:
     """Print what there is to say of a model at a context."""
-    work = make_workload(model, "h200", "bf16", context)
+    work = make_workload(model, "h200", "bf16", context, 1, weights or None)
     predicted = {}
     for row in rows:
         program = lower(work.graph, config_from_dict(json.loads(row["config"])), work.target)
@@ -79,7 +91,8 @@ def report(model: str, context: int, rows: Sequence[dict[str, str]]) -> None:
         "of these, at most twice the best": {name for name in kept & drawn if measured[name] <= 2 * best},
         "two knobs or more from every fitted one": far,
     }
-    sys.stdout.write(f"{model}, context {context}\n")
+    kernels = ", ".join(sorted({row["kernels"] for row in rows}))
+    sys.stdout.write(f"{model},{f' {weights} weights,' * bool(weights)} context {context} (kernels {kernels})\n")
     for label, part in parts.items():
         names = sorted(part)
         if len(names) < LEAST:

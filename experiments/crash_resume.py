@@ -1,4 +1,8 @@
-"""Kills the coordinator of a campaign by SIGKILL again and again: `python experiments/crash_resume.py [--store URL]`.
+"""Kills the coordinator of a campaign by SIGKILL again and again.
+
+    python experiments/crash_resume.py [--kills 50] [--postgresql | --store URL]
+
+Each campaign has a SQLite file of its own, or a database of a PostgreSQL server that the script starts.
 
 Every run of the campaign is a process. It is killed at a random moment: after a random number of rows that it reports,
 and a random part of a trial later. Some runs die before the campaign exists. The last one finishes. After each kill the
@@ -21,7 +25,8 @@ import signal
 import statistics
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import prod
@@ -199,11 +204,31 @@ def main() -> int:
     parser.add_argument(
         "--store", help="URL of an empty database  [default: a SQLite file of its own for each campaign]"
     )
+    parser.add_argument("--postgresql", action="store_true", help="a server of the script's own; needs its binaries")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samplers", default="tpe,grid")
     parser.add_argument("--jobs", default="1,2")
     arguments = parser.parse_args()
+    with server() if arguments.postgresql else nullcontext(arguments.store) as url:
+        return 0 if judge_all(arguments, url) else 1
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """URL of a database of a server that is there until the end."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from postgres_server import MISSING, Server, find_binaries
+
+    binaries = find_binaries()
+    if binaries is None:
+        sys.exit(MISSING)
+    with Server(binaries) as running:
+        yield running.create_database()
+
+
+def judge_all(arguments: argparse.Namespace, store: str | None) -> bool:
+    """Print the table; whether all is well. Without a store each campaign has a file."""
     # Of a killed pool's semaphores, which Python itself sweeps up.
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     print(
@@ -226,9 +251,9 @@ def main() -> int:
                     jobs=jobs, trials=trials, fix=pins if sampler == "grid" else {}, warm=False,
                     name=f"{sampler}-{jobs}",
                 )  # fmt: skip
-                url = arguments.store or f"sqlite:///{folder}/killed.db"
+                url = store or f"sqlite:///{folder}/killed.db"
                 fine = judge(spec, url, arguments.kills, arguments.seed, Path(folder)) and fine
-    return 0 if fine else 1
+    return fine
 
 
 if __name__ == "__main__":

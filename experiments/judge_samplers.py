@@ -19,6 +19,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 MODEL, LAYERS, GPU, DTYPE, CONTEXT = "llama3-8b", 4, "h100", "bf16", 2048
 FREE = ("rows.gate_up", "kv_block", "fuse.out", "depth", "matrix", "chunk")
 RECORDED = Path(__file__).parents[1] / "results" / "judge_samplers_space.csv.gz"
+SPACE = "JUDGE_SAMPLERS_SPACE"
+"""Environment variable with another path than RECORDED, for this process and its workers."""
 CHECKPOINTS = (30, 60, 120)
 STRATEGIES = (
     "bayes_opt", "basinhopping", "diff_evo", "dual_annealing", "firefly_algorithm", "genetic_algorithm", "greedy_ils",
@@ -51,7 +54,7 @@ Table = dict[tuple[int, ...], float]
 @cache
 def recorded() -> Table:
     """The recorded space."""
-    with gzip.open(RECORDED, "rt", encoding="utf-8", newline="") as file:
+    with gzip.open(os.environ.get(SPACE, RECORDED), "rt", encoding="utf-8", newline="") as file:
         rows = csv.reader(file)
         assert tuple(next(rows)) == (*FREE, "predicted_us")
         return {tuple(map(int, values)): float(latency_us) for *values, latency_us in rows}
@@ -98,8 +101,11 @@ def record() -> None:
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow((*FREE, "predicted_us"))
         rows.writerows((*choice, f"{latency_us:.3f}") for choice, latency_us in zip(every, latencies, strict=True))
-    RECORDED.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
-    print(f"{len(every)} configurations, {RECORDED.stat().st_size} bytes")
+    path = Path(os.environ.get(SPACE, RECORDED))
+    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+    from flywheel.cost_model import MODEL_VERSION
+
+    print(f"{len(every)} configurations, predicted by version {MODEL_VERSION} of the cost model")
 
 
 @cache
@@ -186,8 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["record", "ours", "kernel-tuner"])
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--space", help=f"file of the recorded space  [default: {RECORDED.name} in results]")
     parser.add_argument("--only", help="names, separated by commas")
     arguments = parser.parse_args()
+    if arguments.space:
+        os.environ[SPACE] = arguments.space
     only = arguments.only.split(",") if arguments.only else None
     if arguments.command == "record":
         record()

@@ -26,7 +26,7 @@ from flywheel.decode.bundled import BundleSession
 from flywheel.decode.sampling import GREEDY
 from flywheel.decode.stored import sample_digest
 from flywheel.errors import KernelCompileError
-from flywheel.ir import DType, ScheduleConfig, validate
+from flywheel.ir import BufferKind, DType, MegakernelProgram, ScheduleConfig, validate
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.search.knowledge.shipped import find_shipped
@@ -79,10 +79,21 @@ def make(
         "name": workload.model, "spec": asdict(workload.spec), "dtype": dtype.name, "context": workload.context,
         "batch": workload.batch,
     }  # fmt: skip
-    about = {"model": model, "schedule": {"words": "shipped"}, "weights": {"tensors": dict(tensors)}}
+    described = dict(tensors) or undigested(program)
+    about = {"model": model, "schedule": {"words": "shipped"}, "weights": {"tensors": described}}
     shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
     print(f"{workload.model} on {workload.target.name}, {len(program.tasks):,} tasks, CPU s: {shown}")
-    return bundle_files(packed, kernel, nvrtc_version(), about, {}, {name: name for name in tensors})
+    return bundle_files(packed, kernel, nvrtc_version(), about, {}, {name: name for name in described})
+
+
+def undigested(program: MegakernelProgram) -> dict[str, Any]:
+    """What a bundle says of a program's weights where there are none: no digests."""
+    kinds = (BufferKind.WEIGHT, BufferKind.CONST)
+    return {
+        buffer.source or buffer.name: {"dtype": buffer.dtype.name, "shape": list(buffer.shape), "samples": ""}
+        for buffer in program.buffers
+        if buffer.kind in kinds
+    }
 
 
 def read(folder: Path, repeats: int) -> None:

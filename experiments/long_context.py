@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from flywheel.cost_model import MODEL_VERSION
 from flywheel.cost_model.predict import predict_us
 from flywheel.ir import ScheduleConfig, validate
 from flywheel.lowering.lower import lower
@@ -59,6 +60,7 @@ def predict_of(workload: Workload, config: ScheduleConfig) -> float:
 
 def main() -> None:
     """A paragraph for each case."""
+    print(f"predicted by version {MODEL_VERSION} of the cost model: bf16 on one H200, one step")
     for model, context, batch in CASES:
         workload = make_workload(model, "h200", "bf16", context, batch)
         space = make_space(workload)

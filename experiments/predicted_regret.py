@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -97,11 +96,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=FRESH, help="seed of the first one")
     parser.add_argument("--jobs", type=int, default=2, help="searches at once")
     asked = parser.parse_args()
-    print(f"$ python experiments/predicted_regret.py {' '.join(sys.argv[1:])}".rstrip())
     works, samplers = asked.works.split(","), asked.samplers.split(",")
     trials = {work: asked.trials or round(SECONDS.get(work, 40.0) * RATES.get(work, 45.0)) for work in works}
     print(f"cost model {MODEL_VERSION}, bf16, context 512; regret in %, median (worst) of {asked.seeds} seeds from "
           f"{asked.first} on")  # fmt: skip
+    print(f"{', '.join(BEST_US)} were in sight when the known good schedules and the sampler's constants were chosen;")
+    print(f"no other work was, and no seed from {FRESH} on")
     heads = "".join(f"{f'after {count}':>15}" for count in CHECKPOINTS) + f"{'trials':>8}{'regret then':>15}"
     heads += "".join(f"{f'trials to {bar:g} %':>17}" for bar in NEAR) + f"{'ms an ask':>11}{'ms a trial':>12}"
     print(f"{'':<28}{heads}")

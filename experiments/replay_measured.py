@@ -17,7 +17,6 @@ import csv
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +54,7 @@ class Truth:
                 if (row["model"], row["context"]) == (space.workload.model, "512") and row["latency_us"]:
                     choice = space.to_choice(config_from_dict(json.loads(row["config"])))
                     if choice is not None:
+                        self.last = f"kernels {row['kernels']}, sampler {row['sampler']}"
                         rows.append((self.point(choice), version, float(row["latency_us"])))
         self._points = np.array([point for point, _, _ in rows])
         self._last = len(files) - 1
@@ -155,13 +155,13 @@ def main() -> None:
     workload = make_workload(asked.model, "h200", "bf16", 512, 1)
     space = make_space(workload)
     truth = Truth(space, asked.files)
-    print("$ python experiments/replay_measured.py " + " ".join(sys.argv[1:]))
     every, median, high = truth.errors
     print(
         f"{asked.model}: {len(truth.latencies)} rows, best {truth.least:.1f} us, by the truth {truth.best:.1f}; "
         f"left out, a row is missed by {every:.2f} % (median), within 5 % of the best by {median:.2f} % "
         f"(a tenth by more than {high:.2f})"
     )
+    print(f"simulated: what was recorded stands in for a GPU; the last file's rows are of {truth.last}")
     heads = [*map(str, CHECKPOINTS), f"trials to {NEAR} %"]
     print(f"{'regret in % after':<18}" + "".join(f"{head:>22}" for head in heads))
     with Foresight(workload, STOCK, asked.predictions, asked.jobs) as foresight:

@@ -101,7 +101,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes that predict")
     parser.add_argument("--models", default=",".join(work.model for work in WORKS), help="separated by commas")
     asked = parser.parse_args()
-    print(f"$ python experiments/search_rate.py {' '.join(sys.argv[1:])}".rstrip())
     where = f"Python {platform.python_version()}, {os.cpu_count()} cores"
     print(f"{where}, --jobs {asked.jobs}, cost model {MODEL_VERSION}, bf16, context 512")
     heads = f"{'seconds':>9}{'CPU s':>7}{'trials/s':>10}{'good after':>12}{'load':>7}"

@@ -44,8 +44,9 @@ def write(folder: Path) -> None:
     made_up = []
     for row in rows:
         failure = FAILURES[row.trial // 10 % len(FAILURES)] if row.trial % 10 == 9 else None
+        us = None if failure else row.predicted_us
         blank = replace(row, predicted_us=None, predictor=None, floor_fraction=None, outcome=failure or "measured",
-                        latency_us=None if failure else row.predicted_us)  # fmt: skip
+                        latency_us=us, p10_us=us, p90_us=us, samples=None if failure else 1)  # fmt: skip
         made_up.append(replace(blank, reason="made up" if failure else None))
     (folder / "outcomes.json").write_text(dump_t4(to_t4(made_up, measured=True)), encoding="utf-8")
 

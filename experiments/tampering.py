@@ -82,6 +82,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     held = True
+    places = ", ".join(map(str, default_positions(CONTEXT)))
+    print(f"positions {places} of context {CONTEXT}; a wrong program also at those that its lie names\n")
     if arguments.part in (None, "wrong"):
         for name, schedule in WHOLE:
             held = wrong(name, schedule, arguments.layers) and held

@@ -120,10 +120,8 @@ def seconds(program: MegakernelProgram) -> Iterator[float]:
 
 def main(sizes: list[int]) -> None:
     """Print one row per shape and size, with the garbage collector on, as in the search, and off."""
-    rows = [
-        f"validate(strict=True), CPU seconds, CPython {platform.python_version()} on {platform.machine()}",
-        f"{'shape':>9} {'tasks':>9} {'gc on s':>9} {'gc off s':>9} {'us/task':>8}",
-    ]
+    print(f"validate(strict=True), CPU seconds, CPython {platform.python_version()} on {platform.machine()}")
+    print(f"{'shape':>9} {'tasks':>9} {'gc on s':>9} {'gc off s':>9} {'us/task':>8}")
     for name, build in SHAPES.items():
         for size in sizes:
             program = build(size)
@@ -132,9 +130,8 @@ def main(sizes: list[int]) -> None:
             plain = statistics.median(seconds(program))
             gc.enable()
             tasks = len(program.tasks)
-            rows.append(f"{name:>9} {tasks:>9} {collected:>9.3f} {plain:>9.3f} {collected / tasks * 1e6:>8.2f}")
-            sys.stderr.write(rows[-1] + "\n")
-    sys.stdout.write("\n".join(rows) + "\n")
+            us = collected / tasks * 1e6
+            print(f"{name:>9} {tasks:>9} {collected:>9.3f} {plain:>9.3f} {us:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":
