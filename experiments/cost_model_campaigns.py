@@ -1,8 +1,8 @@
 """Compares the shipped cost model's predictions with campaigns measured on an H200.
 
-    python experiments/cost_model_campaigns.py [results/gpu/results.tsv results/gpu/quantised.tsv]
+    python experiments/cost_model_campaigns.py [results/gpu/calibration.tsv ...]
 
-By default it reads results/gpu/results.tsv, to part of which the shipped constants were fitted. Scores are of the
+By default it reads results/gpu/calibration.tsv, to part of which the shipped constants were fitted. Scores are of the
 configs that `flywheel calibrate --held-back 0.6` holds back. They are also split, since most configs of a search are
 neighbours of its best ones. The replay counts the trials that `--prefilter` would have left unmeasured, of the same
 trials in the same order. A search with it would have proposed other trials.
@@ -25,7 +25,7 @@ from flywheel.lowering.lower import lower
 from flywheel.search.knowledge.calibrating import Config, split
 from flywheel.search.workload import make_workload
 
-RECORDED = Path(__file__).parents[1] / "results" / "gpu" / "results.tsv"
+RECORDED = Path(__file__).parents[1] / "results" / "gpu" / "calibration.tsv"
 HELD_BACK = 0.6
 LEAST = 8
 """Configs that a score is given of."""
@@ -55,9 +55,8 @@ def main() -> None:
     csv.field_size_limit(sys.maxsize)
     sys.stdout.write(
         f"version {MODEL_VERSION} of the cost model. Its constants were fitted to those configs of\n"
-        "results/gpu/results.tsv that are not held back; which mechanisms it has was decided with all of\n"
-        "them in sight. The constants for quantised weights are guesses, made with all rows of\n"
-        "results/gpu/quantised.tsv in sight.\n"
+        "results/gpu/calibration.tsv that are not held back; which mechanisms it has was decided with\n"
+        "measured configs in sight, held back or not.\n"
     )
     works = defaultdict[tuple[str, str, int], list[dict[str, str]]](list)
     for path in map(Path, sys.argv[1:] or [RECORDED]):

@@ -8,7 +8,7 @@
 #
 # times, one after another, since they time things or use every core:
 #   search_rate serve_host ask_threads load_speed lowering_speed pack_speed mpk_speed reference_speed validate_scaling
-#   compile_speed samplers warm_start judge_samplers replay_measured serve_storm
+#   compile_speed samplers warm_start judge_samplers serve_storm
 #   crash_resume[:KILLS]      20 kills for each of 8 campaigns; needs PostgreSQL's server
 #   faults[:KILLS]            10 kills for each campaign that is killed; needs PostgreSQL's server
 #   fuzz[:MINUTES[:SEED]]     4 minutes of all cores, from case 400000 on
@@ -21,7 +21,7 @@
 # long, each for more than six minutes of two cores; they run one after another:
 #   tampering[:DRAWS]                    200 configs
 #   predicted_regret[:SEEDS]             5 seeds a work
-#   calibration_fit mpk_orders emulated
+#   replay_measured mpk_orders emulated
 #
 # The packages are those of `pip install -e .[dev]`. What else a part needs (Kernel Tuner, compressed-tensors), it installs
 # with pip into a folder that is removed at the end. PYTHON names the interpreter: .venv/bin/python or python3 by default.
@@ -41,10 +41,10 @@ ln -s "$root/results" "$scratch/results"
 cores="$(getconf _NPROCESSORS_ONLN)"
 
 times=(search_rate serve_host ask_threads load_speed lowering_speed pack_speed mpk_speed reference_speed validate_scaling
-  compile_speed samplers warm_start judge_samplers replay_measured serve_storm crash_resume faults fuzz)
+  compile_speed samplers warm_start judge_samplers serve_storm crash_resume faults fuzz)
 checks=(long_context operation_laws proof_by_layers proof_by_runs aa_noise aa_noise_gpu three_way calibration
   ranks_predicted quantised_checkpoints t4_roundtrip cache_memory lookup_acceptance mpk_steps)
-long=(tampering predicted_regret calibration_fit mpk_orders emulated)
+long=(tampering predicted_regret replay_measured mpk_orders emulated)
 
 # The line that asked for an output, and where it was made.
 head_of() {
@@ -76,7 +76,7 @@ flywheel() {
 # Runs tests; what they test is their names.
 tests() {
   head_of python -m pytest "$@"
-  "$python" -m pytest -p no:cacheprovider "$@"
+  "$python" -m pytest -p no:cacheprovider --no-header "$@"  # the header names folders
 }
 
 # Runs the last command with packages that flywheel does not need; up to --, what pip is to install.
@@ -107,29 +107,28 @@ judge_samplers() {
   return "$failed"
 }
 
+# The files' last one counts as today's kernels; of qwen3-0.6b, older kernels alone were measured.
 replay_measured() {
-  local gpu=results/gpu old=results/archive failed=0
-  local all=("$gpu/results.tsv" "$gpu/results.134d1d1.tsv" "$old/results.4698f0c.tsv" "$gpu/results.9480eef.tsv"
-    "$gpu/results.5e854ba.tsv")
-  script replay_measured.py "${all[@]}" "$old/results.b3b2c69.tsv" "$gpu/results.4c6a0c0.tsv" --model llama3.2-1b || failed=1
-  echo
-  script replay_measured.py "${all[@]}" "$gpu/results.4c6a0c0.tsv" --model llama3-8b || failed=1
-  echo
-  script replay_measured.py "${all[@]}" --model qwen3-0.6b || failed=1
+  local old=results/archive/h200 failed=0 model
+  local new=("$old/results.4c6a0c0.tsv" "$old/results.2720eab.tsv" results/gpu/results.tsv)
+  for model in llama3.2-1b llama3-8b; do
+    script replay_measured.py "${new[@]}" --model "$model" || failed=1
+    echo
+  done
+  script replay_measured.py "$old/results.tsv" "$old/results.5e854ba.tsv" --model qwen3-0.6b || failed=1
   return "$failed"
 }
 
-calibration_fit() {
-  local file failed=0
-  for file in results quantised; do
-    flywheel import "results/gpu/$file.tsv" --store "$file.db" >/dev/null || return
-    local more=()
-    [[ "$file" == quantised ]] || more=(--kernels 88237e4277ad6929)
-    flywheel calibrate --gpu h200 --held-back 0.6 --jobs "$cores" --store "$file.db" --output "$file.json" \
-      ${more[@]+"${more[@]}"} || failed=1
-    echo
+calibration() {
+  local table=results/gpu/calibration.tsv campaign kernels=(--kernels c5bed74f5bbd4a94 --kernels 248ffbf3bce090de)
+  head_of flywheel import "$table" --campaign EACH --as EACH --store calibration.db
+  for campaign in $(tail -n +2 "$table" | cut -f 1 | sort -u); do
+    (cd "$scratch" && "$python" -m flywheel import "$table" --campaign "$campaign" --as "$campaign" \
+      --store calibration.db >/dev/null) || return
   done
-  return "$failed"
+  echo
+  flywheel calibrate --gpu h200 --held-back 0.6 "${kernels[@]}" --jobs 1 --store calibration.db --output machine.json &&
+    echo && script cost_model_campaigns.py "$table"
 }
 
 emulated() {
@@ -154,7 +153,7 @@ timed() {
       script samplers.py --samplers descent,local,tpe,random --seeds 5 && echo &&
         script samplers.py --works llama3.2-1b/h200 --seeds 5 --trials 80 --samplers descent,local,tpe,random ;;
     warm_start) script warm_start.py --seeds 3 ;;
-    judge_samplers | replay_measured | calibration_fit | emulated) "$1" ;;
+    judge_samplers | replay_measured | emulated) "$1" ;;
     serve_storm) tests -v --durations 1 -m slow tests/serve/test_server.py -k ten_thousand ;;
     crash_resume)
       script crash_resume.py --kills "${size:-20}" && echo && script crash_resume.py --kills "${size:-20}" --postgresql ;;
@@ -175,7 +174,7 @@ checked() {
   export OMP_NUM_THREADS=1
   case "$1" in
     aa_noise_gpu) script aa_noise.py --noise results/gpu/results.tsv ;;
-    calibration) script cost_model_campaigns.py results/gpu/results.tsv results/gpu/quantised.tsv ;;
+    calibration) calibration ;;
     operation_laws)
       script operation_laws.py "${size:-10000}" && echo && script operation_laws.py --emulated "${more:-200}" ;;
     proof_by_layers) script proofs.py layers --configs 500 --mutants "${size:-10000}" ;;

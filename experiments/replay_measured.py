@@ -1,13 +1,13 @@
 """Measures how near samplers come to the best measured schedule, by replaying campaigns' measurements, over seeds:
 
-    python experiments/replay_measured.py results/gpu/results.tsv results/gpu/results.5e854ba.tsv --model llama3-8b
+    python experiments/replay_measured.py OLDER.tsv ... results/gpu/results.tsv --model llama3-8b
 
 For a schedule that was not measured, a Gaussian process stands in. It is over the knobs and the kernels' version, and
-is fitted to every row of that model in the files (context 512); the versions of the last file count as today's. The
-truth is its mean in warped latency plus one deviation, so that an untried schedule beats the measured ones only if rows
-around it say so. A trial is the truth with 0.3 % of noise. Regret is that of the trial that looks best so far, over the
-least truth of the schedules that the last file measured. The least of many noisy measurements would be a matter of
-luck.
+is fitted to every row of that model in the files (one H200, bf16 weights, context 512); the versions of the last file
+count as today's. The truth is its mean in warped latency plus one deviation, so that an untried schedule beats the
+measured ones only if rows around it say so. A trial is the truth with 0.3 % of noise. Regret is that of the trial that
+looks best so far, over the least truth of the schedules that the last file measured. The least of many noisy
+measurements would be a matter of luck.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Truth:
             for row in csv.DictReader(file.open(encoding="utf-8"), delimiter="\t"):
                 if BATCHED.search(row["campaign"]):
                     continue
-                if (row["model"], row["context"]) == (space.workload.model, "512") and row["latency_us"]:
+                work = row["model"], row["gpu"], row["context"], row.get("weights") or row["dtype"]
+                if work == (space.workload.model, "h200", "512", "bf16") and row["latency_us"]:
                     choice = space.to_choice(config_from_dict(json.loads(row["config"])))
                     if choice is not None:
                         self.last = f"kernels {row['kernels']}, sampler {row['sampler']}"

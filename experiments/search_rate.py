@@ -5,9 +5,10 @@ schedule.
 
 Each search is a new process with a new store and two predicting processes. The proof runs in every trial. A trial that
 another config of the campaign answered counts, as for users; the share of those is shown. A schedule is good within
-NEAR of the best prediction known for its work. Other processes on the machine take a share of the two cores, so the
-load at the start of a search is shown. With --jobs 1 one process does all the work, so its CPU time tells versions
-apart on a busy machine. Modules are compiled before, as an installation does: a search of one trial goes first.
+NEAR of the best prediction known for its work, BEST_US of predicted_regret.py. Other processes on the machine take a
+share of the two cores, so the load at the start of a search is shown. With --jobs 1 one process does all the work, so
+its CPU time tells versions apart on a busy machine. Modules are compiled before, as an installation does: a search of
+one trial goes first.
 """
 
 from __future__ import annotations
@@ -26,22 +27,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from predicted_regret import BEST_BY, BEST_US
+
 from flywheel.cost_model import MODEL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is searched, the trials a second that must be reached, and the best prediction known, None for none."""
+    """What is searched, and the trials a second that must be reached."""
 
     model: str
     gpu: str
     bar: float
-    best_us: float | None = None
+
+    @property
+    def best_us(self) -> float | None:
+        """The best prediction known, None for none."""
+        return BEST_US.get(f"{self.model}/{self.gpu}") if MODEL_VERSION == BEST_BY else None
 
 
 WORKS = (
-    Work("llama3-8b", "h100", 40.0, 5071.25),
-    Work("llama3.2-1b", "h200", 45.0, 724.62),
+    Work("llama3-8b", "h100", 40.0),
+    Work("llama3.2-1b", "h200", 45.0),
     Work("llama3-70b", "h200", 20.0),
 )
 NEAR = 0.01
