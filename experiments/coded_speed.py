@@ -44,7 +44,7 @@ RECORDED: Mapping[tuple[str, str, int], Mapping[str, int]] = {
     ("llama3.2-1b", "int4", 1): {"chunk": 32768, "copies": 1, "share": 2, "kv_block": 128, "rows.o": 32},
     ("llama3.2-1b", "int8", 1): {"depth": 2, "chunk": 32768, "copies": 1, "share": 2, "kv_block": 128, "rows.o": 32},
 }  # fmt: skip
-"""What the best schedules changed from the first that a search tries. Source: results/gpu/quantised.txt."""
+"""What the best schedules changed from the first that a search tries. Source: results/archive/h200/quantised.txt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 schedules that a search tries first, the one predicted to be fastest. The skeleton beside them is a persistent kernel
 without attention, which was timed on two H200 with NVLink. It streams weights of the model's shapes and hands over rows
 five times a layer; the owner of a slice adds the pushes of both GPUs. Then come the schedules that were measured on two
-H100 (results/gpu/h100/results.ranks.tsv): the median error over all of them, and the fastest.
+H100 (results/archive/h100/results.ranks.tsv): the median error over all of them, and the fastest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
 from flywheel.store.tsv import from_tsv
 
-TABLE = Path(__file__).parents[1] / "results" / "gpu" / "h100" / "results.ranks.tsv"
+TABLE = Path(__file__).parents[1] / "results" / "archive" / "h100" / "results.ranks.tsv"
 SKELETON_MS = {
     "llama3.2-1b": {1: 0.671, 2: 0.420},
     "llama3-8b": {1: 3.482, 2: 1.879},

@@ -1,9 +1,10 @@
-"""Writes flywheel/schedules: the schedule of the fastest final of each work in the tables `results*.tsv` in
-results/gpu and its folders.
+"""Writes flywheel/schedules: for each work, the schedule of the fastest final in the newest table that has it.
 
     python experiments/ship_schedules.py
 
-If a table has no column batch, the campaign's name tells the number of sequences: `...b8` is of eight.
+The tables are `results*.tsv` in results/gpu, results/archive and their folders. Newer kernels may rank schedules in
+another order, so an older table counts only for works that no newer one has. If a table has no column batch, the
+campaign's name tells the number of sequences: `...b8` is of eight.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ Found = tuple[TrialRecord, str]
 def main() -> None:
     """Write one file a piece of work, and drop those of works that no table has."""
     best: dict[str, Found] = {}
-    for table in sorted((ROOT / "results" / "gpu").rglob("results*.tsv")):
-        for record in finals(table):
+    made: dict[str, str] = {}  # by name of a file: when the newest final of its table was measured
+    for table in sorted((ROOT / "results").rglob("results*.tsv")):
+        records = finals(table)
+        newest = max((str(record.created_at) for record in records), default="")
+        for record in records:
             weights = "" if record.weights == record.dtype else f"-{record.weights}"
             work = f"{record.model}-{record.gpu}-{record.dtype}{weights}"
             name = f"{work}-c{record.context}-b{record.batch}.json"
-            if name not in best or latency(record) < latency(best[name][0]):
-                best[name] = (record, table.relative_to(ROOT).as_posix())
+            before = made.get(name, "")
+            if newest > before or (newest == before and latency(record) < latency(best[name][0])):
+                best[name], made[name] = (record, table.relative_to(ROOT).as_posix()), newest
     for old in SHIPPED.glob("*.json"):
         if old.name not in best:
             old.unlink()

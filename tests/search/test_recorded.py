@@ -1,4 +1,4 @@
-"""The cost model against what an H200 was measured to do: a slice of the campaigns in results/gpu/results.tsv."""
+"""The cost model against what an H200 was measured to do: a slice of the campaigns in results/gpu/calibration.tsv."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from flywheel.plan import program_id
 from flywheel.search.knowledge.calibrating import Config, split
 from flywheel.search.workload import make_workload
 
-RECORDED = Path(__file__).parents[2] / "results" / "gpu" / "results.tsv"
+RECORDED = Path(__file__).parents[2] / "results" / "gpu" / "calibration.tsv"
 
 
-def held_back(model: str) -> list[Config]:
-    """What nothing was fitted to, when the built-in constants were, by latency."""
+def held_back(model: str, weights: str) -> list[Config]:
+    """The random schedules to which the built-in constants were not fitted, by latency."""
     csv.field_size_limit(sys.maxsize)
     with RECORDED.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["model"] == model]
-    rows = [row for row in rows if row["source"] in ("search", "seed") and row["context"] == "512"]
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    rows = [row for row in rows if (row["model"], row["weights"]) == (model, weights)]
+    drawn = {row["config_id"] for row in rows if row["sampler"] == "random"}
+    rows = [row for row in rows if row["source"] in ("search", "seed")]
     configs = [Config(row["config"], row["config_id"], row["program_id"], float(row["latency_us"])) for row in rows]
-    return sorted(split(configs, 0.6)[1], key=lambda config: config.latency_us)
+    kept = [config for config in split(configs, 0.6)[1] if config.config_id in drawn]
+    return sorted(kept, key=lambda config: config.latency_us)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("model", ["llama3.2-1b", "llama3-8b"])
-def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str) -> None:
-    work = make_workload(model, "h200", "bf16", 512)
-    configs = held_back(model)
-    assert len(configs) > 100
+def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str, weights: str) -> None:
+    work = make_workload(model, "h200", "bf16", 512, weights=weights)
+    configs = held_back(model, weights)
+    assert len(configs) > 40
     predicted, measured = [], []
-    for config in configs[::8]:
+    for config in configs[::3]:
         program = lower(work.graph, config_from_dict(json.loads(config.config)), work.target)
         if program_id(program) == config.program_id:
             predicted.append(predict(program, MACHINES["h200"]).latency_us)
@@ -44,5 +48,5 @@ def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str) -> N
     if len(measured) < 10:
         pytest.skip("most recorded configs are lowered otherwise today than when they were measured")
     found = score(predicted, measured)
-    assert found.spearman is not None and found.spearman >= 0.9
-    assert found.median_error <= 0.08
+    assert found.spearman is not None and found.spearman >= (0.8 if weights == "int4" else 0.9)
+    assert found.median_error <= (0.1 if weights == "int4" else 0.08)
