@@ -121,13 +121,14 @@ def test_schedules_are_carried_between_one_gpu_and_several_by_what_each_gpu_has(
     assert distance(one.workload, two.workload) == 1.0
 
 
-def test_shipped_schedules_of_one_gpu_are_carried_to_several_and_lower_there() -> None:
-    two = make_space(make_workload("llama3-8b", "2xh200", "bf16", 512))
-    fit = find_shipped(two.workload)
+@pytest.mark.parametrize(("model", "gpus"), [("qwen3-0.6b", "2xh200"), ("llama3-8b", "4xh200")])
+def test_shipped_schedules_of_other_numbers_of_gpus_are_carried_over_and_lower_there(model: str, gpus: str) -> None:
+    several = make_space(make_workload(model, gpus, "bf16", 512))
+    fit = find_shipped(several.workload)
     assert fit is not None and not fit.exact
-    starts = [fit.config, *(start.config for start in shipped_starts(two, 2, ()))]
-    assert all(two.to_choice(config) is not None for config in starts)
-    lower(two.workload.graph, fit.config, two.workload.target)
+    starts = [fit.config, *(start.config for start in shipped_starts(several, 2, ()))]
+    assert all(several.to_choice(config) is not None for config in starts)
+    lower(several.workload.graph, fit.config, several.workload.target)
 
 
 def test_a_search_predicts_and_its_rows_say_how_many_gpus(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_searched_campaign_has_no_priors(lab: Any) -> None:
     assert priors_of(campaign) == []
 
 
-RECORDED = Path(__file__).parents[3] / "results" / "gpu"
+RECORDED = Path(__file__).parents[3] / "results" / "archive" / "h200"
 
 
 def test_recorded_tables_of_before_there_were_batches_come_in_with_one(lab: Any) -> None:
