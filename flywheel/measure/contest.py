@@ -14,8 +14,8 @@ Rounds = tuple[tuple[float, ...], ...]
 class Contest:
     """The outcome of a program and of the rivals that it was measured with, if any.
 
-    `times_us` has the candidate's samples, then each rival's. Sample i of a round was taken directly beside sample i of
-    the others. It is empty without a comparison: without a rival, or if the candidate has no latency.
+    `times_us` has the candidate's samples, then each rival's. Sample i of a round was taken near sample i of the
+    others. It is empty without a comparison: without a rival, or if the candidate has no latency.
     """
 
     outcome: TrialOutcome

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from math import ceil
 from typing import Any, Final, TypeVar
 
@@ -25,6 +26,9 @@ _BATCH_US: Final = 30_000.0
 
 _MOST_TIMES: Final = 10
 """Most launches of a batch, as a multiple of the number of samples."""
+
+_IN_A_ROW: Final = 2
+"""Launches of one program before the next one's turn."""
 
 _N = TypeVar("_N", int, float)
 
@@ -61,11 +65,12 @@ def time_in_turn(
     limit_s: float = 10.0,
     dismissing: bool = False,
 ) -> list[list[float]]:
-    """Samples in us of each program, taken in turn: sample i of one comes next to sample i of the others.
+    """Samples in us of each program, taken in turn: sample i of one comes near sample i of the others.
 
-    The order of the programs is reversed after each turn, and the L2 cache is emptied before each launch. Each program
-    gets `warmup` launches that do not count. Sampling ends early where `is_dismissed` gives up the first program beside
-    the second: after the first samples or, with `dismissing`, at any stage. Raises as `time_launches` does.
+    In a turn each program is launched twice in a row (`_order`), and the L2 cache is emptied before each launch. Each
+    program gets `warmup` launches that do not count. Sampling ends early where `is_dismissed` gives up the first
+    program beside the second: after the first samples or, with `dismissing`, at any stage. Raises as `time_launches`
+    does.
     """
     gpu, peers = _gpus_of(loaded[0])
     launches = [partial(program.launch, pos) for program in loaded]
@@ -127,17 +132,27 @@ def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "clean") -
     return MeasuredLatency(median, p10, p90, len(samples_us), warmup, l2)
 
 
+def _order(programs: int, samples: int) -> Iterator[int]:
+    """The program of each launch, where each gets `samples`: twice the first, twice the next, and so on, from the first
+    again.
+
+    A launch behind one of the same program takes less time, even if the L2 cache is emptied between them
+    (results/gpu/versions.md). In this order, either sample i of every program is such a launch, or of none.
+    """
+    for done in range(0, samples, _IN_A_ROW):
+        for place in range(programs):
+            yield from repeat(place, min(_IN_A_ROW, samples - done))
+
+
 def _time_turns(
     gpu: Gpu, launches: Sequence[Launch], finish: Launch, turns: int, flush: Flush, skipped: int = 0
 ) -> list[list[float]]:
     events: list[list[tuple[Any, Any]]] = [[] for _ in launches]
-    order = list(zip(launches, events, strict=True))
-    for turn in range(turns):
-        for launch, noted in order if turn % 2 else reversed(order):
-            flush()
-            start = gpu.record()
-            launch()
-            noted.append((start, gpu.record()))
+    for place in _order(len(launches), turns):
+        flush()
+        start = gpu.record()
+        launches[place]()
+        events[place].append((start, gpu.record()))
     finish()
     return [[gpu.elapsed_us(start, end) for start, end in noted[skipped:]] for noted in events]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,9 +92,27 @@ def test_programs_in_turn_get_samples_of_the_same_moments(host_gpu: Any) -> None
         launch = loaded.launch
         loaded.launch = lambda pos, name=name, launch=launch: (order.append(name), launch(pos))
     assert time_in_turn([first, second], 7, samples=3, warmup=1, limit_s=3.0) == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
-    assert order == ["second", "first", "first", "second"] * 2
+    assert order == ["first", "first", "second", "second"] * 2
     assert len(host_gpu.held) == 0
     assert first.positions == second.positions == {7}
+
+
+@pytest.mark.parametrize("programs", [2, 3, 5])
+@pytest.mark.parametrize("samples", [1, 5, 6])
+def test_sample_i_of_each_program_follows_the_same_program_or_another_one(
+    host_gpu: Any, programs: int, samples: int
+) -> None:
+    order: list[int] = []
+    loaded: list[Any] = [Loaded(host_gpu, 100.0) for _ in range(programs)]
+    for place, program in enumerate(loaded):
+        program.launch = lambda pos, place=place: order.append(place)
+    time_in_turn(loaded, None, samples=samples, warmup=1)
+    behind: list[list[bool]] = [[] for _ in loaded]  # whether a launch follows one of the same program
+    for before, place in pairwise([None, *order]):
+        assert place is not None
+        behind[place].append(before == place)
+    assert all(found == behind[0] for found in behind)
+    assert behind[0][:2] == [False, True]
 
 
 @pytest.mark.parametrize(("factor", "samples"), [(HOPELESS, 5), (HOPELESS * 1.01, 1)])
@@ -135,8 +154,8 @@ def test_contestants_of_any_kind_take_turns_behind_an_emptied_cache(host_gpu: An
     launches = [partial(launch, "ours", 10.0), partial(launch, "graph", 900.0), partial(launch, "other", 20.0)]
     times = time_contestants(host_gpu, launches, lambda: order.append("finish"), samples=3, warmup=1)
     assert times == [[10.0] * 3, [900.0] * 3, [20.0] * 3]  # none is hopeless
-    one, other = ["ours", "graph", "other"], ["other", "graph", "ours"]
-    assert [name for name in order if name != "flush"] == [*other, *one, *other, *one, "finish"]
+    turn = ["ours", "ours", "graph", "graph", "other", "other"]
+    assert [name for name in order if name != "flush"] == [*turn, *turn, "finish"]
     head_start = 10
     assert order[head_start:-1:2] == ["flush"] * 12
     assert host_gpu.held == {}
