@@ -53,8 +53,8 @@ SAMPLERS: Final[dict[str, Callable[[int], BaseSampler]]] = {
 
 
 ORDER_AWARE: Final = frozenset({"descent", "local", "gp", "cmaes"})
-"""Samplers that learn the order of a knob's values. TPE does better without the order, since knobs have few values, and
-with more candidates than its default of 24. Source: results/samplers.txt."""
+"""Samplers that learn the order of a knob's values. TPE takes the values without their order, since knobs have few, and
+draws more candidates than its default of 24."""
 
 _NEEDS: Final = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
 """Modules that Optuna imports for a sampler, some of them only at the first `ask`."""
