@@ -45,8 +45,7 @@ def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str, weig
         if program_id(program) == config.program_id:
             predicted.append(predict(program, MACHINES["h200"]).latency_us)
             measured.append(config.latency_us)
-    if len(measured) < 10:
-        pytest.skip("most recorded configs are lowered otherwise today than when they were measured")
+    assert len(measured) >= 10, "most recorded configs are lowered otherwise today than when they were measured"
     found = score(predicted, measured)
     assert found.spearman is not None and found.spearman >= (0.89 if weights == "int4" else 0.9)
     assert found.median_error <= 0.08
