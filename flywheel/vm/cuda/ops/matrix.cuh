@@ -50,9 +50,11 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
             kept[k] = load16<element_t>(from[k]);
         }
         if (x.awaited) {
-            const char* const canary[1] = {from[0]};  // alone at first: many ask for the same lines
-            Vec16<element_t> first[1] = {kept[0]};
-            vm.settle(first, canary);
+            if (x.depth <= STAGE_LOADS * STEP) {  // a thread's only round: its first bytes alone at first, as many ask at once
+                const char* const canary[1] = {from[0]};
+                Vec16<element_t> first[1] = {kept[0]};
+                vm.settle(first, canary);
+            }
             vm.settle(kept, from);
         }
         if (x.first) vm.stamp(FW_STAMP_READY);
