@@ -25,7 +25,7 @@ namespace emulator {
 constexpr int LANES = 32, HALF = LANES / 2;
 constexpr size_t STACK_BYTES = 128 * 1024;
 
-struct Index { unsigned x = 0; };
+struct Index { unsigned x = 0, y = 0, z = 0; };
 
 // Where all of some fibers meet: `arrived` of the current round, and what they brought. Two rounds in turn, since one may
 // begin while some have not read what the last one brought.

@@ -60,17 +60,17 @@ template <int FORMAT> struct CodedProduct {
 
     // Fragments of a step, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`. The two
     // of a group have those of three others between them, so that one sum need not wait for the other.
-    template <typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
+    template <typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, uint32_t odd_codes, Take take) {
 #pragma unroll
         for (int i = 0; i < C::LOADS; i += C::DEPTH) {
             uint32_t a[C::DEPTH][4][2 * C::DEPTH];
 #pragma unroll
             for (int load = 0; load < C::DEPTH; load++) {
                 const uint4 q = codes[i + load];
-                decode<C::CODE>(q.x, a[load][0]);
-                decode<C::CODE>(q.y, a[load][1]);
-                decode<C::CODE>(q.z, a[load][2]);
-                decode<C::CODE>(q.w, a[load][3]);
+                decode<C::CODE>(q.x, odd_codes, a[load][0]);
+                decode<C::CODE>(q.y, odd_codes, a[load][1]);
+                decode<C::CODE>(q.z, odd_codes, a[load][2]);
+                decode<C::CODE>(q.w, odd_codes, a[load][3]);
                 codes[i + load] = load_shared16(from + (i + load) * 512);
             }
 #pragma unroll
@@ -82,7 +82,7 @@ template <int FORMAT> struct CodedProduct {
     }
     // A step of one row, by columns `x` of x.
     __device__ __forceinline__ void multiply_one(const uint2& x, uint32_t from) {
-        each_fragment(from, [&](int group, int which, const uint4& a) { mma(acc[group], a, x); });
+        each_fragment(from, ODD_CODES, [&](int group, int which, const uint4& a) { mma(acc[group], a, x); });
         if (C::TOO_LARGE > 0) {
             constexpr uint32_t A = C::word(0x8000 | C::TOO_LARGE);
             mma(off[0], {A, A, A, A}, x);
@@ -120,8 +120,8 @@ template <int FORMAT> struct CodedProduct {
     // A step of several rows, where x of the lane's row is at `x`, and there are `groups` of it: WHOLE, as many as in a unit. Scales
     // of others are 0: any x will do.
     template <bool WHOLE>
-    __device__ __forceinline__ void multiply_rows(uint32_t x, int step, int groups, uint32_t zeros, uint32_t from) {
-        each_fragment(from, [&](int group, int which, const uint4& codes) {
+    __device__ __forceinline__ void multiply_rows(uint32_t x, int step, int groups, uint32_t zeros, uint32_t odd_codes, uint32_t from) {
+        each_fragment(from, odd_codes, [&](int group, int which, const uint4& codes) {
             const uint32_t at = x + (C::DIGITS ? step * 2 + which : step ^ (group & 3)) * FRAGMENT_X_BYTES;
             const uint2 columns = load_shared8(at + (WHOLE ? group : min(group, groups - 1)) * GROUP_X_BYTES);
             float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
@@ -279,6 +279,7 @@ template <int FORMAT> struct CodedProduct {
     // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it.
     template <bool WHOLE, typename Then>
     __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t zeros, int step, int count, Then then) {
+        const uint32_t odd_codes = ODD_CODES | blockIdx.z;  // which is 0: of what it knows, ptxas makes a copy for each use
         const auto behind = [&](int steps) {
             const uint32_t from = count > steps ? a + steps * C::STEP_BYTES : then();
             return from != 0 ? from : a;
@@ -286,14 +287,14 @@ template <int FORMAT> struct CodedProduct {
 #pragma unroll 1
         for (; WHOLE && count > 1; count -= 2, step += 2) {
             const uint32_t from = behind(2);
-            multiply_rows<WHOLE>(x, step, groups, zeros, a + C::STEP_BYTES);
-            multiply_rows<WHOLE>(x, step + 1, groups, zeros, from);
+            multiply_rows<WHOLE>(x, step, groups, zeros, odd_codes, a + C::STEP_BYTES);
+            multiply_rows<WHOLE>(x, step + 1, groups, zeros, odd_codes, from);
             a = from;
         }
 #pragma unroll 1
         for (; count > 0; count--, step++) {
             const uint32_t from = behind(1);
-            multiply_rows<WHOLE>(x, step, groups, zeros, from);
+            multiply_rows<WHOLE>(x, step, groups, zeros, odd_codes, from);
             a = from;
         }
         return a;

@@ -53,15 +53,19 @@ template <int FORMAT> struct Coding {
     __device__ static constexpr int upper_group(int t) { return DIGITS ? t + 4 : 2 * t + 1; }
 };
 
+// The codes of odd groups in a word of I4.
+constexpr uint32_t ODD_CODES = 0x00f000f0;
+
 // Register r of the fragments of a load, from its word r: as integers without a sign, 8 or 128 too large, or as small floats. Of
-// I4, those of the odd group are 16 times too large.
-template <int CODE> __device__ __forceinline__ void decode(uint32_t q, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
+// I4, those of the odd group are 16 times too large. `odd_codes` are ODD_CODES.
+template <int CODE>
+__device__ __forceinline__ void decode(uint32_t q, uint32_t odd_codes, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
     if constexpr (CODE == FW_CODE_I4) {
         const uint32_t upper = __byte_perm(q, 0, 0x4341);
         a[0] = q & 0x000f000f;
-        a[1] = (q & 0x00f000f0) ^ 0x00800080;
+        a[1] = (q & odd_codes) ^ 0x00800080;
         a[2] = upper & 0x000f000f;
-        a[3] = (upper & 0x00f000f0) ^ 0x00800080;
+        a[3] = (upper & odd_codes) ^ 0x00800080;
     } else if constexpr (CODE == FW_CODE_I8) {
         a[0] = q & 0x00ff00ff;
         a[1] = __byte_perm(q, 0, 0x4341);
