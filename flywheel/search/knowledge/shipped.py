@@ -54,7 +54,8 @@ def find_shipped(workload: Workload) -> Fit | None:
 
 
 def shipped_starts(space: Space, most: int, known: Collection[str]) -> list[WarmStart]:
-    """Up to `most` shipped schedules for the space's GPU, carried into the space; the nearest pieces of work lead.
+    """Shipped schedules for the space's GPU, carried into the space: those for the space's own work, and of others as
+    many of the nearest as make up to `most`.
 
     Schedules whose config there has an id in `known` are left out.
     """
@@ -72,8 +73,9 @@ def shipped_starts(space: Space, most: int, known: Collection[str]) -> list[Warm
         asked, config = each.schedule, _carried(each, source, space)
         where = asked.model, asked.gpu, asked.dtype, asked.context, each.campaign, each.trial
         if config.config_id not in known:
-            starts.setdefault(config.config_id, WarmStart(*where, apart, config))
-    return list(starts.values())[:most]
+            starts.setdefault(config.config_id, WarmStart(*where, apart, config, asked.weights))
+    own = sum(start.distance == 0 for start in starts.values())
+    return list(starts.values())[: max(most, own)]
 
 
 def _carried(shipped: Shipped, source: Workload, space: Space) -> ScheduleConfig:
