@@ -67,12 +67,13 @@ class Routine:
         return next(staging for staging in self.stagings if step in staging.steps)
 
 
-def make_routine(whole: Sequence[Step], form: Form, dtype: DType, x_slices: int) -> Routine:
+def make_routine(whole: Sequence[Step], form: Form, dtype: DType, x_slices: int, staged_bytes: int) -> Routine:
     """The routine of a form with the steps `whole` (from `steps_of`), in a program of `dtype` floats.
 
-    Inputs may be multiplied in `x_slices` slices. Raises InvalidProgramError as `in_slices`.
+    Inputs may be multiplied in `x_slices` slices, and the staging area has `staged_bytes`. Raises InvalidProgramError
+    as `in_slices`.
     """
-    steps = tuple(in_slices(whole, form, x_slices))
+    steps = tuple(in_slices(whole, form, x_slices, staged_bytes))
     stagings = stagings_of(steps, form)
     in_place = {staging.ref - RESULT_REF for staging in stagings if staging.in_place}
     views = frozenset(

@@ -15,28 +15,35 @@ from dataclasses import replace
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import InstructionKind
 from flywheel.plan.formats import UNIT_K
-from flywheel.plan.staging import SLICE_K, Slices, slices_of
-from flywheel.plan.step import RESULT_REF, Form, Step
+from flywheel.plan.staging import MIN_STAGED_BYTES, SLICE_K, Slices, slices_of
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step
 
 
-def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1) -> list[Step]:
-    """The steps, with each product's slices of K. `x_slices` is the variant's. Raises InvalidProgramError."""
+def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1, staged_bytes: int = 0) -> list[Step]:
+    """The steps, with each product's slices of K. `x_slices` and `staged_bytes` are the variant's. Raises
+    InvalidProgramError.
+
+    If some operand needs more than the least staging area, slices of several rows take all of it, unless the steps keep
+    something else there.
+    """
     attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
+    alone = not attends and all(step.out != ABSENT for step in steps)
+    area = staged_bytes if alone and staged_bytes > MIN_STAGED_BYTES else 0
     uses = Counter(step.args[0] for step in steps if step.matrix)
     return [
-        replace(step, slices=_slices(step, form, 1 if attends or uses[step.args[0]] > 1 else x_slices))
+        replace(step, slices=_slices(step, form, 1 if attends or uses[step.args[0]] > 1 else x_slices, area))
         if step.matrix and step.args[0] < RESULT_REF
         else step
         for step in steps
     ]
 
 
-def _slices(step: Step, form: Form, x_slices: int) -> Slices | None:
+def _slices(step: Step, form: Form, x_slices: int, area: int) -> Slices | None:
     """The slices of a matrix step of an input; None for all of K at once."""
     x, depth = step.args[0], int(step.params["K"])
     value, written = form.inputs[x], form.written[x] is not None
     rows = value.numel // depth
-    each, beside = slices_of(value.dtype, rows, depth, step.coded is not None)
+    each, beside = slices_of(value.dtype, rows, depth, step.coded is not None, area)
     if each < depth:
         if written:
             raise InvalidProgramError(f"writes its operand of {value.nbytes} bytes, which it multiplies in slices")

@@ -23,7 +23,8 @@ MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 """Largest size for several rows that a task makes itself: eight rows of 8192 halves, with padding."""
 
 MAX_INPUT_ROWS_BYTES: Final = 36 * 1024
-"""Largest size for an input of several rows. A larger one would cost more, by the room that the weight ring loses."""
+"""Largest size for an input of several rows, unless another operand of the program needs a larger area. A larger area
+would cost more, by the room that the weight ring loses."""
 
 X_BLOCK: Final = 256
 """Elements of an operand in digits that share a scale."""
@@ -56,14 +57,15 @@ class Slices(NamedTuple):
     beside: int
 
 
-def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False) -> Slices:
+def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False, area: int = 0) -> Slices:
     """The slices in which an input [rows, depth] is staged: one slice if it fits, else the fewest that fit, of even
     size, one at a time.
 
-    A slice is a multiple of SLICE_K or, if the matrix is `coded` (quantised), of UNIT_K.
+    A slice is a multiple of SLICE_K or, if the matrix is `coded` (quantised), of UNIT_K. The staging area has at least
+    `area` bytes.
     """
     grain = UNIT_K if coded else SLICE_K
-    most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
+    most = MAX_STAGED_BYTES if rows == 1 else max(MAX_INPUT_ROWS_BYTES, area)
     if _bytes_of(dtype, rows, depth) <= most:
         return Slices(depth, 1)
     grains = -(-depth // grain)

@@ -18,7 +18,10 @@ def routines() -> Iterator[tuple[Routine, int]]:
         for program in imagined.programs(number, 12):
             plan = make_plan(program)
             for form in make_nodes(program, plan.grouping)[1]:
-                yield make_routine(steps_of(form), form, DType.BF16, plan.x_slices), plan.x_slices
+                yield (
+                    make_routine(steps_of(form), form, DType.BF16, plan.x_slices, plan.variant.staged_bytes),
+                    plan.x_slices,
+                )
 
 
 def test_every_product_multiplies_one_staged_operand_and_these_follow_each_other() -> None:

@@ -255,7 +255,7 @@ def _templates(
             steps = steps_of(form)
             check_steps(steps, form, dtype, plan.variant)
             check_count(steps)
-            routine = make_routine(steps, form, dtype, plan.x_slices)
+            routine = make_routine(steps, form, dtype, plan.x_slices, plan.variant.staged_bytes)
             templates.append(make_template(routine, dtype, plan.variant, frequencies))
         except InvalidProgramError as error:
             task = firsts[number]
