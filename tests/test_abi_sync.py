@@ -169,6 +169,10 @@ def test_instructions_carry_the_capacities_of_the_abi(header: str) -> None:
     assert {member: count for _, member, count in structs_of(header)["amk_buffer_t"]}["shape"] == 4
 
 
+def test_a_row_of_a_trace_holds_every_stamp_and_every_anchor() -> None:
+    assert abi.numpy_struct("amk_trace_t")["at"].shape == (1 + max(*abi.Stamp, *abi.Anchor),)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "drift"),
     [

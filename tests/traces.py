@@ -20,7 +20,7 @@ from flywheel.vm.pack import PackedProgram, pack
 
 BASE_NS = 1_760_000_000_123_456_789
 """The GPU's timer counts from 1970."""
-WAITS = np.tile([0.25, 0.125], (6, 1))
+WAITS = np.tile([0.25, 0.125, 0.5], (6, 1))
 
 STAGE, MULTIPLY, STORE = 0.2, 0.7, 0.9
 """Where in a task's span its stamps lie."""

@@ -168,6 +168,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
         "idle": idle_us(launch) / span,
         "loader_stalled": launch.stalled,
         "matrix_starved": launch.starved,
+        "matrix_awaiting": launch.awaiting,
         "operations": [
             {
                 "operation": each.operation,
@@ -228,7 +229,8 @@ def _show(document: dict[str, Any]) -> None:
                             f"{us(document['span_us'])} from the first stamp to the last"),
                 ("an SM", ", ".join(f"{name} {percent(share)}" for name, share in spent)),
                 ("its loader", f"stalled {percent(document['loader_stalled'])}: the ring full, or too far ahead"),
-                ("matrix warps", f"starved {percent(document['matrix_starved'])}: the operand there, no weights"),
+                ("matrix warps", f"starved {percent(document['matrix_starved'])}: the operand there, no weights; "
+                                 f"{percent(document['matrix_awaiting'])} of the launch without an operand"),
                 ("verdict", f"right at {', '.join(map(str, document['verdict']['positions']))}: error "
                             f"{document['verdict']['error']:.2g}, at most {document['verdict']['bound']:.2g}"),
             ]

@@ -146,8 +146,7 @@ class Layout(IntEnum):
     and g + 8 at columns 4t..4t+3, in the order (g; 4t, 4t+1), (g+8; 4t, 4t+1), (g; 4t+2, 4t+3), (g+8; 4t+2, 4t+3).
     Elements beyond the matrix are zero."""
     AWAITED = 2
-    """Row-major, in two sets between which launches alternate. An element is all ones until it is written, and its
-    readers wait for that."""
+    """Row-major, in two sets that launches use in turn. An element is all ones until it is written: readers wait."""
     UNITS = 3
     """[ceil(rows / 16)][ceil(width / UNIT_K)] units of codes and what belongs to them, zero beyond the matrix.
     Source: docs/vm.md, "Quantised weights"."""
@@ -298,7 +297,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "sm"),
         ),
         "amk_trace_t": (
-            Field("uint64_t", "at", 6, note="Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor"),
+            Field("uint64_t", "at", 7, note="Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor"),
         ),
         "amk_program_t": (
             Field("uint64_t", "buffers", note="amk_buffer_t[]"),
@@ -374,7 +373,8 @@ class Anchor(IntEnum):
     STALLED = 4
     """Cycles that its loader waited for a free slot of the ring, or to be allowed to read that far ahead."""
     STARVED = 5
-    """Cycles that its first matrix warp waited for weights, with their operand staged."""
+    AWAITING = 6
+    """Cycles that its first matrix warp waited for weights, with their operand staged; and for an operand."""
 
 
 class Fault(IntEnum):

@@ -43,7 +43,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MegakernelProgram, int
         verdict = judge(error=0.001, where="logits", positions=(0, 1, 63), dtype="BF16"
         )
         latency = MeasuredLatency(900.0, 890.0, 910.0, 30, 3, "flushed")
-        launch = read_stamps(packed, stamps, np.tile([0.25, 0.5], (len(packed.queues) - 1, 1)))
+        launch = read_stamps(packed, stamps, np.tile([0.25, 0.5, 0.125], (len(packed.queues) - 1, 1)))
         batch = next(buffer.numel for buffer in program.buffers if buffer.name == "token_id")
         place = 63 if position is None else position
         return TracedStep("NVIDIA L4", batch, place, verdict, latency, 950.0, launch)

@@ -51,7 +51,7 @@ def test_every_task_has_stamps_in_order(program: MegakernelProgram, traced: Trac
     for each in trace.tasks:
         assert all(phase.start_us <= phase.end_us for phase in each.phases)
     assert 0 <= trace.stalled <= 1
-    assert 0 <= trace.starved <= 1
+    assert 0 <= trace.starved <= 1 and 0 < trace.awaiting <= 1
 
 
 def test_a_launch_takes_as_long_as_its_tasks(program: MegakernelProgram, traced: TracedStep) -> None:

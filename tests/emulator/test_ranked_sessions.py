@@ -127,6 +127,7 @@ def test_a_trace_of_two_gpus_has_the_tasks_of_both_and_what_their_sums_wait_for(
         trace = session.read_trace()
     assert trace.sms == 4 and {traced.sm for traced in trace.tasks} == set(range(4))
     assert min(traced.current_us for traced in trace.tasks) == 0.0
+    assert 0.0 < trace.awaiting < 1.0
     found = {each.operation: each for each in exchange_times(trace)}
     assert set(found) >= {"attn_sum", "mlp_sum"}
     sums = [traced for traced in trace.tasks if traced.task.label == "L0.attn_sum"]

@@ -159,6 +159,7 @@ typedef uint32_t amk_counter_t;
 #define FW_ANCHOR_LAST_CYCLES 3
 #define FW_ANCHOR_STALLED 4
 #define FW_ANCHOR_STARVED 5
+#define FW_ANCHOR_AWAITING 6
 #define FW_FAULT_NONE 0
 #define FW_FAULT_ABORTED 1
 #define FW_FAULT_BAD_TOKEN 2
@@ -424,9 +425,9 @@ FW_ASSERT_OFFSET(amk_report_t, value, 16);
 FW_ASSERT_OFFSET(amk_report_t, sm, 20);
 
 struct amk_trace_t {
-  uint64_t at[6];  // Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor
+  uint64_t at[7];  // Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor
 };
-static_assert(sizeof(amk_trace_t) == 48, "amk_trace_t");
+static_assert(sizeof(amk_trace_t) == 56, "amk_trace_t");
 FW_ASSERT_OFFSET(amk_trace_t, at, 0);
 
 struct amk_program_t {

@@ -279,7 +279,7 @@ template <int FORMAT> struct CodedProduct {
     // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it.
     template <bool WHOLE, typename Then>
     __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t zeros, int step, int count, Then then) {
-        const uint32_t odd_codes = ODD_CODES | blockIdx.z;  // which is 0: of what it knows, ptxas makes a copy for each use
+        const uint32_t odd_codes = ODD_CODES | blockIdx.z;  // + 0, which ptxas cannot know: it makes constants anew for each use
         const auto behind = [&](int steps) {
             const uint32_t from = count > steps ? a + steps * C::STEP_BYTES : then();
             return from != 0 ? from : a;

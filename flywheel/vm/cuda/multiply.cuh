@@ -60,7 +60,7 @@ struct Progress {
     int chunk;
     uint32_t x_round = 0;
     int pass = 0;
-    Waited waited = {};
+    Waited starved = {}, awaiting = {};
     __device__ __forceinline__ bool goes_on(const Block& block) const { return index >= 0 && index < block.stream_end; }
 };
 
@@ -87,7 +87,7 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
     RingPlace place = FINDS_PLACE ? RingPlace{idle ? 0 : group, 0} : from.place;
     int chunk = FINDS_PLACE ? place.slot : from.chunk;
     uint32_t x_round = from.x_round;
-    Waited waited = from.waited;
+    Waited starved = from.starved, awaiting = from.awaiting;  // weights, an operand
 #ifdef FW_FORMATS
     P product = {};  // or ptxas would keep its registers for it, all through the segments of other kinds
 #else
@@ -100,7 +100,7 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
     for (; index < block.stream_end; index++) {
         const SegmentWord its = word;
         const MatrixSegment segment = word.segment();
-        if (!P::multiplies(segment)) return {index, place, chunk, x_round, pass, waited};
+        if (!P::multiplies(segment)) return {index, place, chunk, x_round, pass, starved, awaiting};
         word.fetch(block, index + 1, lane);
         const int row_chunks = segment.row_chunks, rows = product_rows(segment.rows);
         const bool sliced = segment.flags & (FW_SEGMENT_CONTINUES | FW_SEGMENT_GOES_ON);
@@ -117,7 +117,9 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             landed = true;
         }
         if (segment.flags & FW_SEGMENT_FRESH_X) {
+            awaiting.begin();
             if (!warp_barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted)) return {Progress::ABORTED};
+            awaiting.end();
             x_round++;
         }
         if (sliced && begins) {  // no sooner: an attention before may use them for itself
@@ -128,7 +130,10 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             if (lane < WARP_ARRIVALS) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
             slice.advance(its);
             x_round++;
-            return warp_barrier_wait(&block.x_full[(x_round - 1) % X_ROUNDS], (x_round - 1) / X_ROUNDS & 1, &block.aborted);
+            awaiting.begin();
+            const bool goes_on = warp_barrier_wait(&block.x_full[(x_round - 1) % X_ROUNDS], (x_round - 1) / X_ROUNDS & 1, &block.aborted);
+            awaiting.end();
+            return goes_on;
         };
         float* target;
         const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
@@ -149,9 +154,9 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             const int groups_left = P::groups(segment, piece);
             const element_t* part_x = x + (slice.offset + P::x_fragment(piece * segment.chunk_kblocks, part.first)) * 16;
             if (!landed) {
-                waited.begin();
+                starved.begin();
                 if (!ring.wait_filled(place, &block.aborted)) return {Progress::ABORTED};
-                waited.end();
+                starved.end();
                 if (part.count >= P::PRELOADED) product.preload(fragments, lane);
             }
             const int slot = place.slot;
@@ -185,7 +190,10 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
         }
         if (!(segment.flags & FW_SEGMENT_GOES_ON)) pass++;
     }
-    if (warp == 0) waited.tell(block, FW_ANCHOR_STARVED);
+    if (warp == 0) {
+        starved.tell(block, FW_ANCHOR_STARVED);
+        awaiting.tell(block, FW_ANCHOR_AWAITING);
+    }
     forget_other_set(block, warp * WARP + lane);
     return {index};
 }

@@ -212,21 +212,22 @@ class LoadedProgram:
         return stamps_ns(stamps, anchors, self.packed.instructions["sm"])
 
     def read_waits(self) -> npt.NDArray[np.float64]:
-        """[SM, 2]: shares of the last launch's time in which the loader stalled, and in which matrix warps starved.
+        """[SM, 3]: shares of the last launch's time in which the loader stalled, in which matrix warps starved, and in
+        which they awaited an operand.
 
         Raises ConfigError where the kernel keeps no trace.
         """
         anchors = self._read_stamps()[1].astype(np.float64)
         took = anchors[:, Anchor.LAST_CYCLES] - anchors[:, Anchor.FIRST_CYCLES]
-        return anchors[:, [Anchor.STALLED, Anchor.STARVED]] / np.maximum(took, 1.0)[:, None]
+        return anchors[:, [Anchor.STALLED, Anchor.STARVED, Anchor.AWAITING]] / np.maximum(took, 1.0)[:, None]
 
     def _read_stamps(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """([instruction, Stamp], [SM, Anchor])."""
         if self._trace is None:
             raise ConfigError("kernel: compiled without trace")
         count = len(self.packed.instructions)
-        rows = self.gpu.download(self._trace, np.uint64, (count + self._grid, len(Stamp)))
-        return rows[:count], rows[count:]
+        rows = self.gpu.download(self._trace, np.uint64, (count + self._grid, *_TRACE["at"].shape))
+        return rows[:count, : len(Stamp)], rows[count:, : len(Anchor)]
 
     def sync(self, limit_s: float) -> None:
         """Wait for all launches so far, and check their report.

@@ -40,6 +40,7 @@ def join_traces(packed: Sequence[PackedProgram], traces: Sequence[LaunchTrace]) 
         sms * len(traces),
         sum(trace.stalled for trace in traces) / len(traces),
         sum(trace.starved for trace in traces) / len(traces),
+        sum(trace.awaiting for trace in traces) / len(traces),
         tuple(exchanges),
     )
 

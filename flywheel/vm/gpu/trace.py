@@ -21,7 +21,8 @@ from flywheel.vm.pack import PackedProgram
 Stamps = npt.NDArray[np.uint64]
 """[instruction, Stamp] in ns of the GPU's global timer; 0 is a stamp that the task did not set."""
 Waits = npt.NDArray[np.float64]
-"""[SM, 2]: the shares of the launch in which the SM's loader stalled, and in which its matrix warps starved."""
+"""[SM, 3]: the shares of the launch in which the SM's loader stalled, in which its matrix warps starved, and in which
+they awaited an operand."""
 
 
 class Phase(StrEnum):
@@ -83,15 +84,16 @@ class Exchange:
 class LaunchTrace:
     """All tasks of one launch on `sms` SMs, SM after SM, each in queue order.
 
-    `stalled` and `starved` are shares of the launch, averaged over SMs. A loader is stalled while it may not read on,
-    since the ring is full or its next task too far ahead. Matrix warps are starved while they have their operand but no
-    weights.
+    `stalled`, `starved` and `awaiting` are shares of the launch, averaged over SMs. A loader is stalled while it may
+    not read on, since the ring is full or its next task too far ahead. Matrix warps are starved while they have their
+    operand but no weights, and awaiting while they wait for an operand.
     """
 
     tasks: tuple[TracedTask, ...]
     sms: int
     stalled: float
     starved: float
+    awaiting: float
     exchanges: tuple[Exchange, ...] = ()
     """Where several GPUs add up their results, each sum of each GPU."""
 
@@ -155,8 +157,8 @@ def read_stamps(packed: PackedProgram, stamps: Stamps, waits: Waits) -> LaunchTr
             traced.append(_traced(tasks[place], sm, row, there))
         else:
             traced += _with_sum(tasks[place], tasks[total], sm, row, there)
-    stalled, starved = waits.mean(axis=0).tolist()
-    return LaunchTrace(tuple(traced), len(packed.queues) - 1, stalled, starved)
+    stalled, starved, awaiting = waits.mean(axis=0).tolist()
+    return LaunchTrace(tuple(traced), len(packed.queues) - 1, stalled, starved, awaiting)
 
 
 def hand_offs(trace: LaunchTrace) -> list[HandOff]:

@@ -46,7 +46,7 @@ def traces() -> list[LaunchTrace]:
         )
         for each in second
     ]  # fmt: skip
-    return [LaunchTrace(tuple(first), 2, 0.1, 0.3), LaunchTrace(tuple(late), 2, 0.3, 0.5)]
+    return [LaunchTrace(tuple(first), 2, 0.1, 0.3, 0.2), LaunchTrace(tuple(late), 2, 0.3, 0.5, 0.6)]
 
 
 def test_clocks_are_set_by_what_goes_both_ways() -> None:
@@ -57,6 +57,7 @@ def test_clocks_are_set_by_what_goes_both_ways() -> None:
     assert min(each.current_us for each in joined.tasks) == 0.0
     assert [each.sm for each in joined.tasks] == [0, 0, 2, 2]
     assert (joined.sms, joined.stalled, joined.starved) == (4, pytest.approx(0.2), pytest.approx(0.4))
+    assert joined.awaiting == pytest.approx(0.4)
 
 
 def test_a_sum_waits_for_the_last_summand_of_any_gpu() -> None:

@@ -37,7 +37,7 @@ def test_each_task_has_the_times_of_its_stamps_from_the_first_one_on() -> None:
         assert traced.done_us == pytest.approx(span.end_us, abs=2e-3)
     assert min(traced.current_us for traced in trace.tasks) == 0.0
     assert trace.span_us == pytest.approx(max(span.end_us for span in spans.values()), abs=2e-3)
-    assert (trace.sms, trace.stalled, trace.starved) == (6, 0.25, 0.125)
+    assert (trace.sms, trace.stalled, trace.starved, trace.awaiting) == (6, 0.25, 0.125, 0.5)
 
 
 def test_phases_fill_a_task_without_a_gap() -> None:

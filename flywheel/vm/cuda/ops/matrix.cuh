@@ -50,7 +50,7 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
             kept[k] = load16<element_t>(from[k]);
         }
         if (x.awaited) {
-            if (x.depth <= STAGE_LOADS * STEP) {  // a thread's only round: its first bytes alone at first, as many ask at once
+            if (x.depth <= STAGE_LOADS * STEP) {  // many ask at once: a thread's first bytes alone at first, if it has one round
                 const char* const canary[1] = {from[0]};
                 Vec16<element_t> first[1] = {kept[0]};
                 vm.settle(first, canary);
