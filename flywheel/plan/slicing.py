@@ -23,8 +23,8 @@ def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1, staged_bytes
     """The steps, with each product's slices of K. `x_slices` and `staged_bytes` are the variant's. Raises
     InvalidProgramError.
 
-    If some operand needs more than the least staging area, slices of several rows take all of it, unless the steps keep
-    something else there.
+    Slices of several rows may fill the staging area, if that is larger than the least one and the steps keep nothing
+    else there.
     """
     attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     alone = not attends and all(step.out != ABSENT for step in steps)

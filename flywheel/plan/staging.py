@@ -23,8 +23,8 @@ MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 """Largest size for several rows that a task makes itself: eight rows of 8192 halves, with padding."""
 
 MAX_INPUT_ROWS_BYTES: Final = 36 * 1024
-"""Largest size for an input of several rows, unless another operand of the program needs a larger area. A larger area
-would cost more, by the room that the weight ring loses."""
+"""Largest size for an input of several rows, unless another operand of the program needs a larger area. To enlarge the
+area for an input would cost more, by the room that the weight ring loses."""
 
 X_BLOCK: Final = 256
 """Elements of an operand in digits that share a scale."""

@@ -54,28 +54,29 @@ def find_shipped(workload: Workload) -> Fit | None:
 
 
 def shipped_starts(space: Space, most: int, known: Collection[str]) -> list[WarmStart]:
-    """Shipped schedules for the space's GPU, carried into the space: those for the space's own work, and of others as
-    many of the nearest as make up to `most`.
+    """Shipped schedules for the space's GPU, carried into the space: up to `most`, those of the nearest works first.
 
-    Schedules whose config there has an id in `known` are left out.
+    The one for the space's own work comes before them, and comes even if `most` is 0. Schedules whose config in the
+    space has an id in `known` are left out.
     """
     workload = space.workload
+    fit = find_shipped(workload)
+    own = fit.shipped.name if fit is not None and fit.exact else None
     near = sorted(
         (
-            (distance(source, workload), each.name, each, source)
+            (each.name != own, distance(source, workload), each.name, each, source)
             for each, source in _sources()
             if source.target.name == workload.target.name
         ),
-        key=lambda found: found[:2],
+        key=lambda found: found[:3],
     )
     starts: dict[str, WarmStart] = {}
-    for apart, _, each, source in near:
+    for other, apart, _, each, source in near:
         asked, config = each.schedule, _carried(each, source, space)
         where = asked.model, asked.gpu, asked.dtype, asked.context, each.campaign, each.trial
-        if config.config_id not in known:
+        if config.config_id not in known and (len(starts) < most or not other):
             starts.setdefault(config.config_id, WarmStart(*where, apart, config, asked.weights))
-    own = sum(start.distance == 0 for start in starts.values())
-    return list(starts.values())[: max(most, own)]
+    return list(starts.values())
 
 
 def _carried(shipped: Shipped, source: Workload, space: Space) -> ScheduleConfig:

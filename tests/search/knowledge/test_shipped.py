@@ -106,6 +106,30 @@ def test_a_start_that_is_known_is_not_there_twice() -> None:
     assert shipped_starts(space, 0, ()) == [nearest]  # the work's own, however many starts there are already
 
 
+def test_the_own_schedule_comes_first_and_names_its_weights() -> None:
+    """Bytes of int8 and fp8 are as many, so their works are not apart."""
+    space = make_space(make_workload("llama3-8b", "h200", "bf16", 512, 1, "int8"))
+    own, other = shipped_starts(space, 2, ())
+    assert (own.weights, other.weights, other.distance) == ("int8", "fp8", 0.0)
+    assert shipped_starts(space, 0, ()) == [own]
+    assert [start.weights for start in shipped_starts(space, 1, [own.config.config_id])] == ["fp8"]
+
+
+def test_a_search_begins_with_its_own_shipped_schedule_whatever_its_store_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = make_space(make_workload("llama3-8b", "h200", "bf16", 512))
+    (own,) = shipped_starts(space, 0, ())
+    choices = [{**space.known_good()[0], "depth": depth} for depth in (0, 2, 3)]
+    others = [replace(own, config=space.to_config(choice)) for choice in choices]
+    monkeypatch.setattr("flywheel.search.opening.choose_starts", lambda *_: list(others))
+    spec = CampaignSpec(model="llama3-8b", gpu="h200", measure="cuda")
+    with open_store(tmp_path / "store.db") as store:
+        campaign = store.campaign(open_campaign(with_name(spec, "cuda"), space, store, fresh=False))
+        assert campaign is not None
+        assert starts_of(campaign) == [*others, own]
+
+
 def test_a_file_that_does_not_say_what_it_took_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = next(SHIPPED.glob("*.json")).read_text(encoding="utf-8")
     (tmp_path / "bad.json").write_text(whole.replace('"median_us"', '"mean_us"'), encoding="utf-8")

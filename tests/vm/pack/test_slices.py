@@ -104,6 +104,14 @@ def test_slices_of_several_rows_take_the_area_that_another_operand_needs(chain: 
     both = chain(buffers, [normed, product])
     assert (slice_blocks(chain(alone, [product])), slice_blocks(both)) == ([128], [256])
     agree(both)
+    tile = {"out_shape": [8, 16], "out_dtype": "BF16"}
+    long = {"op": "GEMM_TILE", "args": [{"in": 0}, {"in": 1}], **tile, "params": {"K": 8192, "M_tile": 8}}
+    gated = {"op": "SILU_MUL", "args": [{"s": 0}, {"s": 1}], **tile, "out": "final", "params": {}}
+    recipe = {"steps": [{**long, "out": 0}, {**long, "out": 1}, gated]}
+    keeps = ("FUSED", ["long", "v"], ["z"], {"M_tile": 8, "n_off": 0, "N_tile": 16, "recipe": recipe})
+    keeping = chain(buffers, [normed, keeps])
+    assert slice_blocks(keeping) == [128, 128]  # the first product's result waits in the area for the second
+    agree(keeping)
 
 
 def test_slices_are_segments_that_take_each_other_s_place(chain: Chain, limit: Limit) -> None:
