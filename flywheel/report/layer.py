@@ -100,8 +100,10 @@ def operation(text: str) -> str:
 
 def _work(program: MegakernelProgram) -> str:
     """The workload that the program was lowered for, as far as the program tells."""
-    model, gpu = program.meta.get("model"), program.meta.get("gpu")
-    return f"{model} on {gpu}: " if model and gpu else ""
+    model, gpu, weights, batch = (program.meta.get(name) for name in ("model", "gpu", "weights", "batch"))
+    stored = f", {weights} weights" if weights else ""
+    sequences = f", {batch} sequences" if isinstance(batch, int) and batch > 1 else ""
+    return f"{model}{stored}{sequences} on {gpu}: " if model and gpu else ""
 
 
 def _what(chosen: int | None) -> str:

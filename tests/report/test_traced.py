@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -83,6 +84,15 @@ def test_a_measured_layer_is_drawn_as_a_predicted_one_and_says_so() -> None:
     assert sum(path.count("M") for path in boxes) == sum(task.label.startswith("L1.") for task in program.tasks)
     assert not re.search(r"\b(?:href|src)=", drawn)
     assert "script" not in drawn
+
+
+def test_the_title_says_for_which_weights_and_sequences() -> None:
+    meta = {"model": "qwen3-8b", "gpu": "h200", "weights": "int4", "batch": 8}
+    drawn = layer(measured(replace(small_program(), meta=meta), small_trace()), "measured on an H200")
+    assert "qwen3-8b, int4 weights, 8 sequences on h200: layer 1 on every SM, measured on an H200" in drawn
+    plain = {"model": "qwen3-8b", "gpu": "h200", "batch": 1}
+    drawn = layer(measured(replace(small_program(), meta=plain), small_trace()), "measured on an H200")
+    assert "qwen3-8b on h200: layer 1 on every SM" in drawn
 
 
 def test_an_operation_has_one_colour_in_every_picture() -> None:
