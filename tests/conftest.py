@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 # One worker a core already: torch's own threads, which wait by spinning, made small tensors a hundred times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Ray reads these once a process, at its import, whichever test that is in. Its clusters let in nobody else.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
 
 # A shell's background jobs ignore it, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

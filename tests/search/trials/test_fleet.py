@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
 from time import sleep
 from types import ModuleType
 from typing import Any
@@ -36,18 +35,11 @@ def nothing_known(program_id: str, environment: object) -> None:
     return None
 
 
-TOKEN = token_hex(32)
-"""Of all clusters of this process: Ray keeps the first one that a process has, and a worker may be done with the
-module twice."""
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A Ray cluster of two nodes, each with a processor, one with what it takes for a GPU and the other for three."""
     with tempfile.TemporaryDirectory(prefix="fw", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)  # sockets want short names
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         patch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}")
         from ray.cluster_utils import Cluster
 
