@@ -23,8 +23,8 @@ def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1, staged_bytes
     """The steps, with each product's slices of K. `x_slices` and `staged_bytes` are the variant's. Raises
     InvalidProgramError.
 
-    Slices of several rows may fill the staging area, if that is larger than the least one and the steps keep nothing
-    else there.
+    Slices of several rows that quantised matrices multiply may fill the staging area, if that is larger than the least
+    one and the steps keep nothing else there.
     """
     attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     alone = not attends and all(step.out != ABSENT for step in steps)
@@ -43,7 +43,7 @@ def _slices(step: Step, form: Form, x_slices: int, area: int) -> Slices | None:
     x, depth = step.args[0], int(step.params["K"])
     value, written = form.inputs[x], form.written[x] is not None
     rows = value.numel // depth
-    each, beside = slices_of(value.dtype, rows, depth, step.coded is not None, area)
+    each, beside = slices_of(value.dtype, rows, depth, step.coded is not None, 0 if step.coded is None else area)
     if each < depth:
         if written:
             raise InvalidProgramError(f"writes its operand of {value.nbytes} bytes, which it multiplies in slices")

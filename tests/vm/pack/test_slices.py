@@ -80,38 +80,30 @@ def test_slices_add_up_whatever_the_tiles(
     agree(program)
 
 
-def test_slices_of_several_rows_take_the_area_that_another_operand_needs(chain: Chain, agree: Agree) -> None:
-    """Eight rows of 4096 made by a norm need 64 KiB, so an input of 8192 comes in two slices; alone, in four."""
-    norm = {"op": "RMSNORM", "args": [{"in": 0}, {"in": 1}], "out_shape": [8, 4096], "out_dtype": "BF16"}
-    gemm = {"op": "GEMM_TILE", "args": [{"s": 0}, {"in": 2}], "out_shape": [8, 16], "out_dtype": "BF16"}
-    recipe = {"steps": [
-        {**norm, "out": 0, "params": {"hidden": 4096, "eps": 1e-5}},
-        {**gemm, "out": "final", "params": {"K": 4096, "M_tile": 8}},
-    ]}  # fmt: skip
-    buffers = {
-        "x": (IN, BF16, (8, 4096)), "g": (WEIGHT, BF16, (4096,)), "w": (WEIGHT, BF16, (16, 4096)),
-        "long": (IN, BF16, (8, 8192)), "v": (WEIGHT, BF16, (16, 8192)),
-        "y": (OUT, BF16, (8, 16)), "z": (OUT, BF16, (8, 16)),
-    }  # fmt: skip
-    product = ("GEMM_TILE", ["long", "v"], ["z"], {"K": 8192, "M_tile": 8, "n_off": 0, "N_tile": 16})
-    normed = ("FUSED", ["x", "g", "w"], ["y"], {"M_tile": 8, "n_off": 0, "N_tile": 16, "recipe": recipe})
-    alone = {name: buffer for name, buffer in buffers.items() if name in ("long", "v", "z")}
-
-    def slice_blocks(program: MegakernelProgram) -> list[int]:
-        steps = pack(program).steps
-        return steps[steps["params"]["K"] == 8192]["as"]["product"]["kblocks"].tolist()
-
-    both = chain(buffers, [normed, product])
-    assert (slice_blocks(chain(alone, [product])), slice_blocks(both)) == ([128], [256])
-    agree(both)
-    tile = {"out_shape": [8, 16], "out_dtype": "BF16"}
-    long = {"op": "GEMM_TILE", "args": [{"in": 0}, {"in": 1}], **tile, "params": {"K": 8192, "M_tile": 8}}
-    gated = {"op": "SILU_MUL", "args": [{"s": 0}, {"s": 1}], **tile, "out": "final", "params": {}}
-    recipe = {"steps": [{**long, "out": 0}, {**long, "out": 1}, gated]}
-    keeps = ("FUSED", ["long", "v"], ["z"], {"M_tile": 8, "n_off": 0, "N_tile": 16, "recipe": recipe})
-    keeping = chain(buffers, [normed, keeps])
-    assert slice_blocks(keeping) == [128, 128]  # the first product's result waits in the area for the second
-    agree(keeping)
+@pytest.mark.parametrize(
+    ("weights", "knobs", "down", "gate"),
+    [
+        ("int4", {"fuse.qkv": 1, "fuse.mlp_in": 2}, 256, 256),  # norms make whole operands, of 64 KiB
+        ("int4", {"fuse.qkv": 1, "fuse.mlp_in": 1}, 256, 128),  # what gate makes waits in the area for up
+        ("int4", {"fuse.qkv": 0, "fuse.mlp_in": 1}, 128, 128),
+        (None, {"fuse.qkv": 1, "fuse.mlp_in": 2}, 128, 256),
+    ],
+)
+def test_slices_of_quantised_products_take_the_area_that_another_operand_needs(
+    weights: str | None, knobs: dict[str, int], down: int, gate: int
+) -> None:
+    spec = replace(CATALOG["qwen3-8b"], n_layers=1)
+    workload = Workload("qwen3-8b", spec, TARGETS["h200"], "bf16", 512, 8, weights)
+    space = make_space(workload)
+    config = space.to_config({**space.known_good()[0], "fuse.down": 1, "fuse.head": 0, **knobs})
+    packed = pack(lower(workload.graph, config, workload.target))
+    steps = [(packed.steps[index], packed.program.tasks[int(each["task"])].label) for each in packed.instructions
+             for index in range(int(each["first_step"]), int(each["first_step"]) + int(each["n_steps"]))]  # fmt: skip
+    blocks = {
+        name: {int(step["as"]["product"]["kblocks"]) for step, label in steps if step["params"]["K"] and name in label}
+        for name in ("down_proj", "gate_proj")
+    }
+    assert blocks == {"down_proj": {down}, "gate_proj": {gate}}
 
 
 def test_slices_are_segments_that_take_each_other_s_place(chain: Chain, limit: Limit) -> None:
@@ -231,7 +223,7 @@ def test_eight_sequences_of_llama3_8b_fit() -> None:
             packed = pack(lower(workload.graph, space.to_config({**choice, "fuse.down": fuse}), workload.target))
             assert packed.variant.ring_slots * packed.variant.chunk_bytes >= 64 * 1024
             cut = packed.steps[packed.steps["params"]["K"] == 14336]
-            assert set(cut["as"]["product"]["kblocks"].tolist()) == {224}
+            assert set(cut["as"]["product"]["kblocks"].tolist()) == {128}
             streamed = packed.segments["row_blocks"].astype(np.int64) * packed.segments["kblocks"] * 256
             assert streamed.sum() == sum(numel for numel in matrices(workload))
 
