@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 from flywheel.cli.exits import ABORTED
 from flywheel.process import hear_interrupts, ignore_interrupts
@@ -30,10 +30,11 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class _Guard:
     """What an interrupt does at present."""
 
-    __slots__ = ("aborted", "drains", "farewell")
+    __slots__ = ("aborted", "drains", "farewell", "raised")
 
     def __init__(self) -> None:
         self.drains = False
+        self.raised = False
         self.aborted = False
         self.farewell: Callable[[], None] | None = None
 
@@ -47,12 +48,45 @@ def watch_interrupts() -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A signal handler: raises KeyboardInterrupt, and silences the errors that it causes elsewhere."""
+    """A signal handler: raises KeyboardInterrupt, and silences the errors that it causes elsewhere.
+
+    While a module is being imported it ends the process instead: C++ code that imports modules, such as torch's, calls
+    std::terminate when an import raises.
+    """
+    if _importing(frame):
+        _end()
     sys.unraisablehook = _say_nothing
     disable = getattr(sys.modules.get("logging"), "disable", None)  # logging may be half imported
     if disable is not None:
         disable()
+    _GUARD.raised = True
     raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts_first() -> Iterator[None]:
+    """An error that leaves the block after an interrupt leaves as KeyboardInterrupt, which foreign code may have turned
+    into that error."""
+    try:
+        yield
+    except Exception as error:
+        if not _GUARD.raised:
+            raise
+        raise KeyboardInterrupt from error
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether the frame runs within an import."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _end() -> NoReturn:
+    """End this process at once."""
+    if not _GUARD.aborted:
+        os.write(2, b"flywheel: aborted\n")
+    os._exit(ABORTED)
 
 
 def _say_nothing(_: object) -> None:
@@ -107,6 +141,4 @@ def _listen(reading: int) -> None:
                 leaving = threading.Thread(target=_GUARD.farewell, daemon=True)
                 leaving.start()
                 leaving.join(FAREWELL_S)  # the thread that does not react may hold a lock that it waits for
-            if not _GUARD.aborted:
-                os.write(2, b"flywheel: aborted\n")
-            os._exit(ABORTED)
+            _end()

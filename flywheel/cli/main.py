@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 
 from flywheel.cli.exits import ABORTED, BROKEN_PIPE, FAILED, USAGE, exit_code
-from flywheel.cli.interrupt import abort, end_interrupted, watch_interrupts
+from flywheel.cli.interrupt import abort, end_interrupted, interrupts_first, watch_interrupts
 from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
 from flywheel.errors import FlywheelError, OutputError
@@ -126,7 +126,8 @@ class CommandTable(click.Group):
         if debug:
             sys.excepthook = _show_bug
         try:
-            return super().invoke(ctx)
+            with interrupts_first():
+                return super().invoke(ctx)
         except FlywheelError as error:
             if isinstance(error, OutputError):
                 _discard_output()

@@ -26,6 +26,7 @@ MOST_S: Final = 2.0
 DEAF: Final = """
 import sys, threading, time
 from flywheel.cli import main
+from flywheel.errors import StoreError
 import click
 def deaf():
     threading.Thread(target=time.sleep, args=(600,)).start()
@@ -40,6 +41,24 @@ main.COMMANDS["models"] = ("there:command", "")
 sys.modules["there"] = type(sys)("there"); sys.modules["there"].command = command
 sys.exit(main.main())
 """
+
+
+IMPORTING: Final = """
+import sys
+from flywheel.cli import main
+sys.path.insert(0, {place!r})
+main.COMMANDS["models"] = ("slow:command", "")
+sys.exit(main.main())
+"""
+SLOW: Final = """
+import os, time
+print("ready", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    os.abort()
+"""
+"""A module whose import dies of an interrupt, as that of torch may."""
 
 
 STUCK: Final = """
@@ -74,7 +93,7 @@ def test_an_interrupted_command_gets_less_than_two_seconds() -> None:
     assert GRACE_S + FAREWELL_S < MOST_S
 
 
-@pytest.mark.parametrize("reaction", ["raise", "continue"])
+@pytest.mark.parametrize("reaction", ["raise", "continue", "raise RuntimeError('lost')", "raise StoreError('lost')"])
 def test_a_command_that_does_not_hear_ends_too(reaction: str) -> None:
     command = [sys.executable, "-c", DEAF.format(reaction=reaction), "models"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -82,6 +101,15 @@ def test_a_command_that_does_not_hear_ends_too(reaction: str) -> None:
     assert process.stdout.readline() == "ready\n"
     code, complaint = interrupt(process)
     assert (code, complaint.strip()) == (130, "flywheel: aborted")
+
+
+def test_an_interrupted_import_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-c", IMPORTING.format(place=str(tmp_path)), "models"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert interrupt(process) == (130, "flywheel: aborted\n")
 
 
 def test_a_command_that_does_not_hear_leaves_the_terminal_in_order() -> None:
