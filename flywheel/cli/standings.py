@@ -23,10 +23,11 @@ def bench_environment(gpu: Gpu, ranks: int = 1) -> dict[str, Any]:
     """
     from flywheel.decode.contestants import TORCH_CUDA
     from flywheel.measure.environment import capture_environment
-    from flywheel.vm.gpu.nvrtc import nvrtc_version, source_digest
+    from flywheel.vm.gpu.nvrtc import nvrtc_version
+    from flywheel.vm.gpu.sources import kernels_id
 
     name = gpu.name if ranks == 1 else f"{ranks} x {gpu.name}"
-    here = replace(capture_environment(), gpu=name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
+    here = replace(capture_environment(), gpu=name, nvrtc=nvrtc_version(), kernels=kernels_id())
     try:
         triton = version("triton")
     except PackageNotFoundError:

@@ -19,7 +19,8 @@ from flywheel.plan import program_id
 from flywheel.version import VERSION
 from flywheel.vm.bundle.writing import bundle_files
 from flywheel.vm.elements import stored
-from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant, nvrtc_version, source_digest
+from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant, nvrtc_version
+from flywheel.vm.gpu.sources import source_digest
 from flywheel.vm.pack import pack
 
 BESIDE: Final = (

@@ -26,10 +26,11 @@ from emulator.translate import translate
 
 from flywheel.errors import GpuFaultError, TensorError
 from flywheel.ir import DType
-from flywheel.vm.gpu import nvrtc
+from flywheel.plan.variant import WARP
 from flywheel.vm.gpu.driver import Memory
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
 from flywheel.vm.gpu.pinned import HostWord, HostWords
+from flywheel.vm.gpu.sources import SOURCES
 
 FLAGS: Final = (
     "-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w",
@@ -58,10 +59,10 @@ def build_variant(
     trace: bool = False,
     every_thread: bool = False,
     ranked: bool = False,
-    sources: Path = nvrtc.SOURCES,
+    sources: Path = SOURCES,
 ) -> CompiledVariant:
     """What `compile_variant` takes and gives, but `cubin` is the path of a shared library for the CPU."""
-    multiplying = (threads // nvrtc.WARP - 1) // 2 if matrix_warps is None else matrix_warps
+    multiplying = (threads // WARP - 1) // 2 if matrix_warps is None else matrix_warps
     defines = {
         "FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(multiplying), "FW_DTYPE": str(int(dtype)),
         "__CUDA_ARCH__": ARCH_MACROS[arch],
@@ -73,7 +74,7 @@ def build_variant(
     wanted = {"FW_TRACE": trace, "FW_EVERY_THREAD": every_thread, "FW_RANKS": ranked}
     defines |= {name: "1" for name, asked in wanted.items() if asked}
     # Sources that a test has changed may change again under the same name.
-    make = _known_library if sources == nvrtc.SOURCES else _library
+    make = _known_library if sources == SOURCES else _library
     library = make(sources, tuple(defines.items()))
     usage = EntryUsage(registers=0, static_shared_bytes=0, stack_bytes=0, spill_bytes=0)
     entries = dict.fromkeys(_ENTRIES, usage)

@@ -12,7 +12,8 @@ from emulator.gpu import FLAGS, WHY_BYTES, EmulatedGpu
 from emulator.translate import translate
 
 from flywheel.errors import GpuFaultError
-from flywheel.vm.gpu.nvrtc import SOURCES, CompiledUnit, EntryUsage
+from flywheel.vm.gpu.nvrtc import CompiledUnit, EntryUsage
+from flywheel.vm.gpu.sources import SOURCES
 
 COPY_US: Final = 1000.0
 """The time between two events of an emulated GPU."""

@@ -25,11 +25,11 @@ from flywheel.models.weights import bind, random_weights
 from flywheel.plan.step import ABSENT
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Fault, InstructionFlag, SegmentFlag, StepFlag
-from flywheel.vm.gpu import nvrtc
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.nvrtc import arch_name
+from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import pack
 from flywheel.vm.reference import ReferenceVM
@@ -85,7 +85,7 @@ def weights_of(spec: DecoderSpec) -> dict[str, torch.Tensor]:
 
 
 def load(
-    gpu: EmulatedGpu, program: MegakernelProgram, weights: ResidentWeights, sources: Path = nvrtc.SOURCES, **tables: Any
+    gpu: EmulatedGpu, program: MegakernelProgram, weights: ResidentWeights, sources: Path = SOURCES, **tables: Any
 ) -> LoadedProgram:
     packed = replace(pack(program), **tables)
     tensors = bind(program, weights_of(SPEC))
@@ -248,7 +248,7 @@ def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str,
 def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: int, tile: int, tmp_path: Path) -> None:
     """The weights of a first slice never come, and control warps ask the host as soon as they have waited a little."""
     gpu.seed = seed
-    sources = Path(shutil.copytree(nvrtc.SOURCES, tmp_path / "cuda"))
+    sources = Path(shutil.copytree(SOURCES, tmp_path / "cuda"))
     sync = (sources / "sync.cuh").read_text()
     assert "HOST_PERIOD_NS = 5'000'000" in sync
     (sources / "sync.cuh").write_text(sync.replace("HOST_PERIOD_NS = 5'000'000", "HOST_PERIOD_NS = 0"))
@@ -303,7 +303,7 @@ def test_a_launch_that_waits_for_ever_is_stopped(gpu: EmulatedGpu) -> None:
 
 def test_each_ptx_statement_of_the_sources_is_known_and_none_is_left() -> None:
     for arch in ("800", "900"):
-        text = translate(nvrtc.SOURCES, "megakernel.cu", {
+        text = translate(SOURCES, "megakernel.cu", {
             "FW_THREADS": "192", "FW_MATRIX_WARPS": "2", "FW_DTYPE": "1", "__CUDA_ARCH__": arch,
         })  # fmt: skip
         assert text.count("asm volatile") == 0

@@ -29,7 +29,7 @@ from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
-from flywheel.vm.gpu.nvrtc import source_digest
+from flywheel.vm.gpu.sources import kernels_id
 
 NEIGHBOURS: Final = 3
 """Pieces of work whose best schedules a campaign starts from, one schedule each."""
@@ -251,7 +251,7 @@ def _answers(store: Store, record: TrialRecord, measure: str, predictor: str) ->
     """Whether the store might answer a trial of the record's program with an earlier one, on any driver."""
     if record.program_id is None or record.is_predicted is (measure == "cuda"):
         return False
-    machine = {"kernels": source_digest()[:16]} if measure == "cuda" else {}
+    machine = {"kernels": kernels_id()} if measure == "cuda" else {}
     seen = store.seen(
         record.program_id,
         gpu=record.gpu,

@@ -23,7 +23,8 @@ from flywheel.plan import variant_of
 from flywheel.process import usable_cores
 from flywheel.search.trials.device import missing_modules
 from flywheel.vm.gpu.devices import describe_gpu
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version
+from flywheel.vm.gpu.sources import kernels_id
 from flywheel.vm.worker import Bench, Parcel, Work
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def capture(target: GpuTarget) -> Environment:
         raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {present or 'no GPU'}")
     if missing:
         raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: {install_line('cuda', 'torch')}")
-    return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
+    return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=kernels_id())
 
 
 def make_bench(

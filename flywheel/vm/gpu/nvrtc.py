@@ -21,16 +21,13 @@ from flywheel.errors import ConfigError, KernelCompileError
 from flywheel.installing import install_line
 from flywheel.ir import COMPUTE_DTYPES, DType
 from flywheel.plan.variant import WARP
-
-SOURCES: Final = Path(__file__).parents[1] / "cuda"
-"""The kernel's sources: `megakernel.cu` and its headers."""
+from flywheel.vm.gpu.sources import SOURCES, source_digest
 
 ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
     {80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120"}
 )
 """`sm_arch` of a target -> the architecture that its kernels are compiled for."""
 
-_SUFFIXES: Final = (".cu", ".cuh", ".h")
 _IMPORTING: Final = Lock()  # two threads that import cuda.core 1.2 at once see it half initialised
 
 _STANDARD: Final = "c++17"
@@ -204,16 +201,6 @@ def read_usage(log: str) -> Mapping[str, EntryUsage]:
 
 def _numbers(pattern: re.Pattern[str], text: str) -> list[int]:
     return [int(number) for number in pattern.findall(text)]
-
-
-def source_digest(sources: Path = SOURCES) -> str:
-    """SHA-256, in hex, over the names and bytes of all sources."""
-    digest = hashlib.sha256()
-    files = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*") if path.suffix in _SUFFIXES}
-    for name, path in sorted(files.items()):
-        content = path.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
 
 
 def _digest(sources: Path, unit: str, arch: str, defines: Mapping[str, str]) -> str:

@@ -31,7 +31,7 @@ from flywheel.search.trials.evaluate import Measure
 from flywheel.search.trials.predicting import open_seen
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store, open_store
-from flywheel.vm.gpu.nvrtc import source_digest
+from flywheel.vm.gpu.sources import kernels_id
 
 SPEC = DecoderSpec("small", "llama", 96, 160, 1, 4, 2, 16, 300, 1e4, 1e-6, 4096)
 
@@ -113,7 +113,7 @@ def known_good(work: Workload = HOME) -> list[str]:
 
 def measured(record: TrialRecord, latency_us: float = 7.0) -> TrialRecord:
     """The row as a GPU would have made it, with the kernels of today."""
-    return timed(record, latency_us, predicted_us=None, predictor=None, kernels=source_digest()[:16], floor_us=None)
+    return timed(record, latency_us, predicted_us=None, predictor=None, kernels=kernels_id(), floor_us=None)
 
 
 def test_a_campaign_begins_with_the_best_schedules_of_the_nearest_work_then_the_known_good_ones(site: Site) -> None:
