@@ -123,7 +123,7 @@ class TrialRecord:
     gpu_name: Annotated[str | None, "the driver's name of the machine's GPU"] = None
     gpu_driver: Annotated[str | None, "version of the GPU's driver"] = None
     nvrtc: Annotated[str | None, "version of the compiler of the measured kernels"] = None
-    kernels: Annotated[str | None, "digest of the measured kernels' sources"] = None
+    kernels: Annotated[str | None, "digest of the kernels' sources and of what packs programs for them"] = None
     created_at: Annotated[str, "time at which the row was made, ISO 8601 in UTC"]
 
     def __post_init__(self) -> None:
