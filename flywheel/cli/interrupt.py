@@ -65,8 +65,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interrupts_first() -> Iterator[None]:
-    """An error that leaves the block after an interrupt leaves as KeyboardInterrupt, which foreign code may have turned
-    into that error."""
+    """An error that leaves the block after an interrupt in it leaves as KeyboardInterrupt, which foreign code may have
+    turned into that error."""
+    _GUARD.raised = False
     try:
         yield
     except Exception as error:

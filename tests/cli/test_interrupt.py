@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import re
@@ -17,7 +18,8 @@ import pytest
 from effort import pairs
 from patience import HANG_S
 
-from flywheel.cli.interrupt import FAREWELL_S, GRACE_S
+from flywheel.cli.interrupt import FAREWELL_S, GRACE_S, interrupts_first
+from flywheel.cli.interrupt import interrupt as raise_interrupt
 
 FLYWHEEL: Final = (sys.executable, "-m", "flywheel")
 MOST_S: Final = 2.0
@@ -101,6 +103,18 @@ def test_a_command_that_does_not_hear_ends_too(reaction: str) -> None:
     assert process.stdout.readline() == "ready\n"
     code, complaint = interrupt(process)
     assert (code, complaint.strip()) == (130, "flywheel: aborted")
+
+
+def test_an_interrupt_turns_errors_of_its_own_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    with pytest.raises(KeyboardInterrupt), interrupts_first():
+        try:
+            raise_interrupt(signal.SIGINT, None)
+        except KeyboardInterrupt:
+            raise ValueError from None
+    with pytest.raises(ValueError), interrupts_first():
+        raise ValueError
 
 
 def test_an_interrupted_import_ends_at_once(tmp_path: Path) -> None:
