@@ -178,6 +178,18 @@ def test_a_batch_gives_the_reference_s_tokens_row_by_row(gpu: EmulatedGpu, name:
 
 
 @pytest.fixture
+def long_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 128 elements, which the attention kernel has code of its own for."""
+    monkeypatch.setitem(globals(), "SPEC", replace(SPEC, head_dim=128, n_heads=4, n_kv_heads=2))
+
+
+@pytest.mark.usefixtures("long_heads")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_long_heads_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str) -> None:
+    _compare(gpu, lowered(gpu, CONFIGS[name]), [5], 30)
+
+
+@pytest.fixture
 def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that no warp has at once."""
     monkeypatch.setitem(globals(), "SPEC", replace(SPEC, hidden=576))
