@@ -39,14 +39,26 @@ CONFIG = ScheduleConfig(
     [("int4-zeros,lm_head=int8", "bf16", 1), ("fp8-block,q_proj=int4,down_proj=int8-tensor", "f16", 8)],
 )
 def test_right_programs_of_quantised_weights_are_far_from_the_bound(text: str, dtype: str, batch: int) -> None:
+    _examine(SPEC, CONFIG, text, dtype, batch)
+
+
+@pytest.mark.parametrize(("threads", "slices"), [(192, 1), (256, 2)])
+def test_a_row_may_end_within_a_block_of_digits(threads: int, slices: int) -> None:
+    """K is 2.5 and 9.5 blocks, of which a warp takes one or several."""
+    tiling = {**CONFIG.tiling, "hand_off": {"data": 1, "slices": slices}}
+    spec = replace(SPEC, hidden=640, intermediate=2432, n_layers=1)
+    _examine(spec, replace(CONFIG, tiling=tiling, threads_per_block=threads), "int4", "bf16", 1)
+
+
+def _examine(spec: DecoderSpec, config: ScheduleConfig, text: str, dtype: str, batch: int) -> None:
     gpu, formats, kind = EmulatedGpu(), parse_formats(text, dtype), DTYPES[dtype]
-    weights = random_quantised(SPEC, 1, formats, kind)
+    weights = random_quantised(spec, 1, formats, kind)
     target = replace(
         TARGETS["h100"], name="here", num_sms=gpu.num_sms, smem_bytes_per_block_optin=gpu.smem_optin_bytes
     )
-    program = lower(decode_step(SPEC, CONTEXT, kind, batch, formats), CONFIG, target)
-    judge = Judge(OracleWeights(SPEC, weights, TORCH_DTYPES[kind]), kind, CONTEXT, default_positions(CONTEXT), batch)
-    with emulated_session(gpu, program, SPEC, weights) as session:
+    program = lower(decode_step(spec, CONTEXT, kind, batch, formats), config, target)
+    judge = Judge(OracleWeights(spec, weights, TORCH_DTYPES[kind]), kind, CONTEXT, default_positions(CONTEXT), batch)
+    with emulated_session(gpu, program, spec, weights) as session:
         verdict = judge.examine(session).verdict
     assert MARGIN * verdict.error <= verdict.bound, verdict
 
