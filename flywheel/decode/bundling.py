@@ -20,7 +20,7 @@ from flywheel.version import VERSION
 from flywheel.vm.bundle.writing import bundle_files
 from flywheel.vm.elements import stored
 from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant, nvrtc_version
-from flywheel.vm.gpu.sources import source_digest
+from flywheel.vm.gpu.sources import kernels_id
 from flywheel.vm.pack import pack
 
 BESIDE: Final = (
@@ -75,7 +75,7 @@ def make_bundle(
         },
         "schedule": dict(schedule),
         "provenance": {
-            "flywheel": VERSION, "program_id": program_id(program), "kernels": source_digest(), "proved": True,
+            "flywheel": VERSION, "program_id": program_id(program), "kernels": kernels_id(), "proved": True,
         },
         "weights": {"layout": layout, "tensors": {name: _known(each) for name, each in tensors.items()}},
     }  # fmt: skip

@@ -16,6 +16,7 @@ import numpy as np
 
 from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS, MAX_RANKS
 from flywheel.ir.opcodes import PARAM_FIELDS
+from flywheel.vm.trace_abi import Anchor, Stamp
 
 MAX_STEPS: Final = 16
 """Steps of one task; a recipe with more is refused at load."""
@@ -146,7 +147,8 @@ class Layout(IntEnum):
     and g + 8 at columns 4t..4t+3, in the order (g; 4t, 4t+1), (g+8; 4t, 4t+1), (g; 4t+2, 4t+3), (g+8; 4t+2, 4t+3).
     Elements beyond the matrix are zero."""
     AWAITED = 2
-    """Row-major, in two sets that launches use in turn. An element is all ones until it is written: readers wait."""
+    """Row-major, in two sets between which launches alternate. An element is all ones until it is written, and its
+    readers wait for that."""
     UNITS = 3
     """[ceil(rows / 16)][ceil(width / UNIT_K)] units of codes and what belongs to them, zero beyond the matrix.
     Source: docs/vm.md, "Quantised weights"."""
@@ -297,7 +299,10 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "sm"),
         ),
         "amk_trace_t": (
-            Field("uint64_t", "at", 7, note="Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor"),
+            Field(
+                "uint64_t", "at", max(len(Stamp), len(Anchor)),
+                note="Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor",
+            ),
         ),
         "amk_program_t": (
             Field("uint64_t", "buffers", note="amk_buffer_t[]"),
@@ -341,40 +346,6 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
 
 UNIONS: Final = frozenset({"amk_step_kind_t"})
 """Those of STRUCTS whose members all begin where they do."""
-
-
-class Stamp(IntEnum):
-    """What a traced task has come to."""
-
-    CURRENT = 0
-    """The vector warps turned to it."""
-    READY = 1
-    """Its inputs are there: its counters were waited for, and the data that it awaits itself is loaded."""
-    STAGED = 2
-    """The operand of its last matrix step to stage one is announced, or the first slice of it."""
-    MULTIPLIED = 3
-    """The last pass of its last matrix step is complete."""
-    STORED = 4
-    """Its last step is done."""
-    DONE = 5
-    """It has signalled, if anybody asks for that."""
-
-
-class Anchor(IntEnum):
-    """Of an SM: what ties its clock to the global timer, which all share but which ticks slowly; and its waits."""
-
-    FIRST_NS = 0
-    """The global timer at one of its ticks, when the launch began."""
-    FIRST_CYCLES = 1
-    """The SM's clock at that tick."""
-    LAST_NS = 2
-    """The same when it ended."""
-    LAST_CYCLES = 3
-    STALLED = 4
-    """Cycles that its loader waited for a free slot of the ring, or to be allowed to read that far ahead."""
-    STARVED = 5
-    AWAITING = 6
-    """Cycles that its first matrix warp waited for weights, with their operand staged; and for an operand."""
 
 
 class Fault(IntEnum):

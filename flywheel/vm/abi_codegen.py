@@ -1,4 +1,5 @@
-"""The C side of the device ABI: `cuda/abi.h` and `cuda/dispatch.cuh`, written from the tables of the IR and abi.py.
+"""The C side of the device ABI: `cuda/abi.h` and `cuda/dispatch.cuh`, written from the tables of the IR, abi.py and
+trace_abi.py.
 
 `python -m flywheel.vm.abi_codegen` writes both files; with `--check` it changes nothing, and fails with one line where
 a file is not what would be written.
@@ -31,7 +32,7 @@ from flywheel.plan.formats import UNIT_ALIGNMENT, Code, Scales
 from flywheel.plan.staging import FRAGMENT_K, MAX_X_SCALES, MIN_STAGED_BYTES, WORK_BYTES, X_BLOCK
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
-from flywheel.vm import abi, kernels
+from flywheel.vm import abi, kernels, trace_abi
 
 CUDA: Final = Path(__file__).parent / "cuda"
 
@@ -47,8 +48,8 @@ PREFIXES: Final[Mapping[str, type[IntEnum] | type[IntFlag]]] = MappingProxyType(
         "FW_CODE": Code,
         "FW_SCALES": Scales,
         "FW_LAYOUT": abi.Layout,
-        "FW_STAMP": abi.Stamp,
-        "FW_ANCHOR": abi.Anchor,
+        "FW_STAMP": trace_abi.Stamp,
+        "FW_ANCHOR": trace_abi.Anchor,
         "FW_FAULT": abi.Fault,
     }
 )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, TensorError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind
 from flywheel.plan.step import ABSENT
-from flywheel.vm.abi import COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_struct
+from flywheel.vm.abi import COUNTER_STRIDE, Fault, Layout, numpy_struct
 from flywheel.vm.elements import stored, stored_type, values
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory
 from flywheel.vm.gpu.matching import check_kernel
@@ -22,6 +22,7 @@ from flywheel.vm.gpu.stamps import stamps_ns
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, ranks_table
 from flywheel.vm.pack.ranks import WORDS_BYTES
+from flywheel.vm.trace_abi import Anchor, Stamp
 
 __all__ = ["LoadedProgram", "ResidentWeights"]
 

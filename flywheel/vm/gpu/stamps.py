@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.vm.abi import Anchor
+from flywheel.vm.trace_abi import Anchor
 
 
 def stamps_ns(
