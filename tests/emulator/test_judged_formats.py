@@ -15,6 +15,7 @@ from flywheel.decode.session import stream_by_steps
 from flywheel.decode.verify import default_positions
 from flywheel.ir import TARGETS, ScheduleConfig
 from flywheel.lowering.lower import lower
+from flywheel.measure.verdict import Verdict
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.drawn import random_quantised
 from flywheel.models.eager import OracleWeights
@@ -39,7 +40,8 @@ CONFIG = ScheduleConfig(
     [("int4-zeros,lm_head=int8", "bf16", 1), ("fp8-block,q_proj=int4,down_proj=int8-tensor", "f16", 8)],
 )
 def test_right_programs_of_quantised_weights_are_far_from_the_bound(text: str, dtype: str, batch: int) -> None:
-    _examine(SPEC, CONFIG, text, dtype, batch)
+    verdict = _examine(SPEC, CONFIG, text, dtype, batch)
+    assert MARGIN * verdict.error <= verdict.bound, verdict
 
 
 @pytest.mark.parametrize(("threads", "slices"), [(192, 1), (256, 2)])
@@ -47,10 +49,11 @@ def test_a_row_may_end_within_a_block_of_digits(threads: int, slices: int) -> No
     """K is 2.5 and 9.5 blocks, of which a warp takes one or several."""
     tiling = {**CONFIG.tiling, "hand_off": {"data": 1, "slices": slices}}
     spec = replace(SPEC, hidden=640, intermediate=2432, n_layers=1)
-    _examine(spec, replace(CONFIG, tiling=tiling, threads_per_block=threads), "int4", "bf16", 1)
+    verdict = _examine(spec, replace(CONFIG, tiling=tiling, threads_per_block=threads), "int4", "bf16", 1)
+    assert MARGIN * verdict.error <= verdict.bound, verdict
 
 
-def _examine(spec: DecoderSpec, config: ScheduleConfig, text: str, dtype: str, batch: int) -> None:
+def _examine(spec: DecoderSpec, config: ScheduleConfig, text: str, dtype: str, batch: int) -> Verdict:
     gpu, formats, kind = EmulatedGpu(), parse_formats(text, dtype), DTYPES[dtype]
     weights = random_quantised(spec, 1, formats, kind)
     target = replace(
@@ -59,8 +62,7 @@ def _examine(spec: DecoderSpec, config: ScheduleConfig, text: str, dtype: str, b
     program = lower(decode_step(spec, CONTEXT, kind, batch, formats), config, target)
     judge = Judge(OracleWeights(spec, weights, TORCH_DTYPES[kind]), kind, CONTEXT, default_positions(CONTEXT), batch)
     with emulated_session(gpu, program, spec, weights) as session:
-        verdict = judge.examine(session).verdict
-    assert MARGIN * verdict.error <= verdict.bound, verdict
+        return judge.examine(session).verdict
 
 
 @LONG
