@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from patience import HANG_S
 
 from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
@@ -146,15 +148,19 @@ def test_a_text_that_nobody_wants_any_more_keeps_no_other_waiting() -> None:
     assert seen == ["x", "stays"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_reader_that_fails_ends_the_worker_and_leaves_nobody_waiting(checkpoint: Path) -> None:
+def test_a_reader_that_fails_ends_the_worker_and_leaves_nobody_waiting(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Failing(SlowEncoder):
         def encode(self, text: str) -> list[int]:
             raise OSError("no process can be started")
 
+    died: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr("threading.excepthook", lambda what: died.put(str(what.exc_value)))
     with answering(checkpoint, Failing()) as worker, pytest.raises(EOFError):
         worker.send(ask(0, "x"))
         worker.hear()
+    assert died.get(timeout=HANG_S) == "no process can be started"
 
 
 def test_a_text_without_a_tokenizer_is_refused() -> None:
