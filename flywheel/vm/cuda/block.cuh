@@ -83,6 +83,7 @@ struct Block {
 #ifdef FW_FORMATS
     uint8_t x_scales[FW_MAX_X_SCALES];  // of the staged operand, where it is digits: exponents of floats (digits.cuh)
 #endif
+    float nothing;  // a negative zero: no value changes when it is added
     float scales[FW_MAX_ROWS];  // what products with those rows are multiplied by, until the next such norm
     TaskSlot tasks[TASK_SLOTS];
 

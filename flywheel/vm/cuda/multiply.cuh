@@ -116,6 +116,13 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             if (part.count >= P::PRELOADED) product.preload(ring.slot(place) + P::offset(part.first), lane);
             landed = true;
         }
+        float* target;
+        const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
+            product.clear();
+            const int slot = sliced ? 0 : piece * (KEEPS ? chunk_warps : block.program.chunk_warps) + member;
+            target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
+        };
+        begin_row_block();  // before the operand is there: nothing then waits for it
         if (segment.flags & FW_SEGMENT_FRESH_X) {
             awaiting.begin();
             if (!warp_barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted)) return {Progress::ABORTED};
@@ -135,17 +142,11 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             awaiting.end();
             return goes_on;
         };
-        float* target;
-        const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
-            product.clear();
-            const int slot = sliced ? 0 : piece * (KEEPS ? chunk_warps : block.program.chunk_warps) + member;
-            target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
-        };
-        begin_row_block();
         Part next;
         if (KEEPS) next = share.of(P::pieces(segment, piece));
 #pragma unroll 1
         for (; left > 0; left -= groups) {
+            const int n_slots = KEEPS ? ring.n_slots : block.ring.n_slots;
             const Part part = KEEPS ? next : share.of(P::pieces(segment, piece));
             const char* fragments = ring.slot(place) + P::offset(part.first);
             while (SliceWalk<P>::HAS_SLICES && piece >= slice.end) {
@@ -160,14 +161,15 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
                 if (part.count >= P::PRELOADED) product.preload(fragments, lane);
             }
             const int slot = place.slot;
-            place.advance(groups, KEEPS ? ring.n_slots : block.ring.n_slots);
+            place.advance(groups, n_slots);
+            const bool early = left > groups && ring.seems_landed(place);  // asked now, so that the answer is there in time
             piece += groups;
             const bool ends = piece >= row_chunks;
             for (; piece >= row_chunks; piece -= row_chunks) row_block++;
             landed = false;
             if (KEEPS) next = share.of(P::pieces(segment, piece));
             product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part, groups_left, lane, [&] {
-                landed = left > groups && ring.has_landed(place);
+                landed = __all_sync(~0u, early) || (left > groups && ring.has_landed(place));
                 const Part its = KEEPS ? next : share.of(P::pieces(segment, piece));
                 if (!landed || its.count < P::PRELOADED) return 0u;
                 return shared_address(ring.slot(place)) + P::offset(its.first) + lane * 16;
@@ -176,7 +178,7 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             if (lane < WARP_ARRIVALS) ring.release(slot);
             if (ends) {
                 product.flush(target, rows, lane, sliced);
-                begin_row_block();
+                if (left > groups) begin_row_block();  // behind the last one, the vector warps wait
             }
         }
         chunk = -left;

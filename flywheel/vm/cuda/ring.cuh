@@ -47,10 +47,11 @@ struct Ring {
     __device__ __forceinline__ bool wait_filled(const RingPlace& place, const volatile uint32_t* aborted) const {
         return warp_barrier_wait(&full[place.slot], place.round, aborted);
     }
-    // Whether it would not wait now.
-    __device__ __forceinline__ bool has_landed(const RingPlace& place) const {
-        return __all_sync(~0u, barrier_passed(&full[place.slot], place.round));
+    // Whether it would not wait now: what a lane sees, and for the warp.
+    __device__ __forceinline__ bool seems_landed(const RingPlace& place) const {
+        return barrier_passed(&full[place.slot], place.round);
     }
+    __device__ __forceinline__ bool has_landed(const RingPlace& place) const { return __all_sync(~0u, seems_landed(place)); }
     // A fresh barrier counts as emptied: its previous phase has the other parity. For all threads that fill.
     __device__ __forceinline__ bool wait_empty(const RingPlace& place, const volatile uint32_t* aborted) const {
 #if FW_RING_ARRIVALS == 1

@@ -17,6 +17,8 @@ constexpr int QUICK_SLOTS = 8;
 constexpr int QUICK_SLOTS = 4;
 #endif
 
+constexpr int FEW_SLOTS = MATRIX_WARPS < QUICK_SLOTS ? MATRIX_WARPS : QUICK_SLOTS;  // there are no more than warps
+
 // A slice of x, in K fragments from `first` on, on its way to a place in shared memory. Sizes in elements.
 struct XSlice {
     const element_t* source;
@@ -279,7 +281,10 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
             return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
         float extra = operand(unit);
+        // Of the usual case, all that can be known before the sums are there: a negative zero changes no value that it is added to.
         const float quick_scale = row_scales != nullptr && inside(unit) ? row_scale(unit.column) : 1.0f;
+        const float added = epilogue == FW_EPILOGUE_ADD ? extra : -0.0f;
+        const float factor = epilogue == FW_EPILOGUE_SILU_MUL ? silu(extra) : 1.0f;
         const auto advance = [&] {
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
             extra = operand(unit);
@@ -287,23 +292,33 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         const int first = inside(unit) ? unit.m * pitch + start + unit.column : -1;
         char* const target = out.ptr + first * (out_is_half ? 2ll : 4ll);
         const int place = (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + row;
+        const float* partials = vm.block().partial(pass);
+        uint32_t parts_at[FEW_SLOTS];  // behind the last one, a negative zero
+#pragma unroll
+        for (int slot = 0; slot < FEW_SLOTS; slot++) {
+            parts_at[slot] = shared_address(slot < slots ? partials + place + slot * slot_pitch : &vm.block().nothing);
+            asm volatile("" : "+r"(parts_at[slot]));  // not to be made only when it is needed
+        }
+        uint32_t scale_at = shared_address(vm.block().scales + unit.m);
+        asm volatile("" : "+r"(scale_at));
         if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return false;
         vm.stamp(FW_STAMP_MULTIPLIED);
-        const float* partials = vm.block().partial(pass);
         if (quick) {
             if (first >= 0) {
-                const float* const partial = partials + place;
-                const float scale = scales ? vm.block().scales[unit.m] : 1.0f;
-                float value = partial[0];
+                const float scale = scales ? *static_cast<const float*>(__cvta_shared_to_generic(scale_at)) : 1.0f;
+                float parts[FEW_SLOTS];  // loaded together
 #pragma unroll
-                for (int slot = 1; slot < QUICK_SLOTS; slot++) {
-                    if (slot < slots) value += partial[slot * slot_pitch];
+                for (int slot = 0; slot < FEW_SLOTS; slot++) {
+                    parts[slot] = *static_cast<const float*>(__cvta_shared_to_generic(parts_at[slot]));
                 }
+                float value = parts[0];
+#pragma unroll
+                for (int slot = 1; slot < FEW_SLOTS; slot++) value += parts[slot];
                 value *= scale;
-                if (row_scales != nullptr) value *= quick_scale;
-                value = round_to(out_dtype, value);
-                if (epilogue == FW_EPILOGUE_ADD) value += extra;
-                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
+                value *= quick_scale;
+                const float rounded = half_to_float(static_cast<unsigned short>(floats_to_halves(value, 0.0f)));
+                value = is_half(out_dtype) ? rounded : value;
+                value = (value + added) * factor;
                 store_float(target, out_is_half, value);
 #ifdef FW_RANKS
                 if (sends) vm.block().partial(pass)[place] = value;
