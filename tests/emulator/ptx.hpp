@@ -101,6 +101,8 @@ inline void ptx_named_barrier_all(uint32_t& all, uint32_t value, int number, int
     emulator::jolt(256);
 }
 
+inline void ptx_power_of_two(float& to, float x) { to = exp2f(x); }
+inline void ptx_reciprocal(float& to, float x) { to = 1.0f / x; }
 inline void ptx_max_nan(float& to, float a, float b) { to = a != a || b != b ? NAN : fmaxf(a, b); }
 
 struct EmulatedBf16 {

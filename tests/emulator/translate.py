@@ -66,6 +66,8 @@ CALLS: Final[Mapping[str, str]] = {
     "{ .reg .pred mine, all; setp.ne.u32 mine, %1, 0; barrier.cta.red.and.pred all, %2, %3, mine; "
     "selp.u32 %0, 1, 0, all; }": "named_barrier_all",
     "max.NaN.f32 %0, %1, %2;": "max_nan",
+    "ex2.approx.ftz.f32 %0, %1;": "power_of_two",
+    "rcp.approx.ftz.f32 %0, %1;": "reciprocal",
     "max.NaN.bf16x2 %0, %1, %2;": "max_nan_bf16x2",
     "max.NaN.f16x2 %0, %1, %2;": "max_nan_f16x2",
     "cvt.rn.bf16.f32 %0, %1;": "to_bf16",

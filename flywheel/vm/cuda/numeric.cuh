@@ -60,6 +60,18 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return larger;
 }
 
+// 2^x and 1 / x to a few units in the last place, denormals being 0: a single instruction each.
+__device__ __forceinline__ float power_of_two(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float one_over;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(one_over) : "f"(x));
+    return one_over;
+}
+
 __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(unsigned short bits) { return half_to_float(bits); }
 

@@ -34,10 +34,10 @@ struct Merged {
         for (int offset = AMK_MAX_INPUTS / 2; offset > 0; offset /= 2) {
             highest = max_or_nan(highest, __shfl_xor_sync(~0u, highest, offset));
         }
-        weight = sum = there ? stats.y * __expf(high - (highest == lowest ? 0.0f : highest)) : 0.0f;
+        weight = sum = there ? stats.y * decay(high, highest) : 0.0f;
 #pragma unroll
         for (int offset = AMK_MAX_INPUTS / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-        weight *= sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+        weight *= sum == 0.0f ? 0.0f : reciprocal(sum);
     }
 };
 
@@ -88,22 +88,29 @@ __device__ __forceinline__ void combine_pairs(
         } while (!__all_sync(~0u, all || !vm.again()));
         vm.stamp(FW_STAMP_READY);
         const Merged merged(stats, lane, parts);
+        const uint32_t nothing = __ballot_sync(~0u, merged.sum == 0.0f);
+        float x[HEADS], y[HEADS];
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
-            float x = 0.0f, y = 0.0f;
+            x[h] = y[h] = 0.0f;
 #pragma unroll
             for (int p = 0; p < PARTS; p++) {
                 const float weight = __shfl_sync(~0u, merged.weight, h * AMK_MAX_INPUTS + p);
-                x += weight * value[h][p].x;
-                y += weight * value[h][p].y;
+                x[h] += weight * value[h][p].x;
+                y[h] += weight * value[h][p].y;
             }
-            if (__shfl_sync(~0u, merged.sum, h * AMK_MAX_INPUTS) == 0.0f) x = y = 0.0f;
-            const int at = (first + h) * row + 2 * pair;
-            if (pair >= pairs || first + h >= n_heads) continue;
-            if (words) {
-                store32(out.ptr + at * 2, float_to_half(x) | static_cast<uint32_t>(float_to_half(y)) << 16);
-            } else {
-                store_pair(step.out_dtype, out, at, x, y);
+            if (nothing >> h * AMK_MAX_INPUTS & 1) x[h] = y[h] = 0.0f;
+        }
+        const int heads = pair < pairs ? min(n_heads - first, HEADS) : 0, at = first * row + 2 * pair;
+        if (words) {
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                if (h < heads) store32(out.ptr + (at + h * row) * 2, floats_to_halves(x[h], y[h]));
+            }
+        } else {
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                if (h < heads) store_pair(step.out_dtype, out, at + h * row, x[h], y[h]);
             }
         }
         if (row > layout.head_dim && lane % AMK_MAX_INPUTS == 0 && lane < HEADS * AMK_MAX_INPUTS && first + lane / AMK_MAX_INPUTS < n_heads) {

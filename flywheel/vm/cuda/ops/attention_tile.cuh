@@ -93,19 +93,35 @@ struct Rows {
 // the weights (rows x heads) wants them. The weighted sums stay in shared memory: registers hold rows on their way.
 template <int D>
 struct Softmax {
-    static constexpr int TILES = D / 16;
+    // Whether registers are left for what shared memory has, which takes long to answer, and for places: otherwise found anew.
+    static constexpr bool KEEPS = D == 64 && FW_ROWS <= 1;
     float highest = -INFINITY, total = 0.0f;
+
+    // What a lane has of the queries, behind the first of them: of its head, or behind the last one that again, since each has a
+    // column of its own.
+    static __device__ __forceinline__ int query_element(Heads heads) {
+        const int lane = Place().lane;
+        return min(lane / 4, heads.count - 1) * D + lane % 4 * 8;
+    }
 
     // Add rows `first` of the window and those behind it to what the warp has, if that is `begun`. In their place come those at
     // `next`, if there are any, on their way as soon as there is room.
     __device__ __forceinline__ void add(
-        Vm vm, const amk_step_t& step, const Parts& parts, Heads heads, int first, int next, Rows<D>& rows, bool begun) {
-        const Place place;
+        Vm vm, const amk_step_t& step, const Parts& parts, Heads heads, uint32_t staged_query, uint32_t first_part,
+        int kept_length, int first, int next, Rows<D>& rows, bool begun, Place place) {
+        if (!KEEPS) place = Place();
         const int g = place.lane / 4, t = place.lane % 4;
-        // Behind the last head that one again: each has a column of its own.
-        const int head = heads.first + min(g, heads.count - 1);
-        const element_t* query = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + head * D + t * 8;
-        const int left = vm.kv_len(step) - 1 - first - 2 * t;  // rows behind this lane's first
+        uint4 queries[Rows<D>::CHUNKS];
+        if (staged_query != 0) {
+#pragma unroll
+            for (int c = 0; c < Rows<D>::CHUNKS; c++) queries[c] = load_shared16(staged_query + c * 64);
+        } else {
+            const element_t* const query = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + heads.first * D;
+#pragma unroll
+            for (int c = 0; c < Rows<D>::CHUNKS; c++) queries[c] = load128(query + query_element(heads) + c * 32);
+        }
+        const int length = KEEPS ? kept_length : vm.kv_len(step);
+        const int left = length - 1 - first - 2 * t;  // rows behind this lane's first
         float weight[4], raised = highest;
         // A fragment's 16 rows are the lower and the upper half of each of the lane's 16 bytes of eight heads. Each half of
         // the keys is multiplied with both; what it has no share in is dropped.
@@ -114,7 +130,7 @@ struct Softmax {
             float lower[4] = {}, upper[4] = {};
 #pragma unroll
             for (int c = 0; c < Rows<D>::CHUNKS; c++) {
-                const uint4 words = load128(query + c * 32), q = {words.x, words.z, words.y, words.w};
+                const uint4 words = queries[c], q = {words.x, words.z, words.y, words.w};
                 mma(lower, q, {rows.k[i][c].x, rows.k[i][c].y});
                 mma(upper, q, {rows.k[i][c].z, rows.k[i][c].w});
             }
@@ -125,24 +141,29 @@ struct Softmax {
                 raised = fmaxf(raised, weight[i * 2 + j]);
             }
         }
-        const bool goes_on = Rows<D>::SLICES == 1 && next < vm.kv_len(step);
+        const bool goes_on = Rows<D>::SLICES == 1 && next < length;
         rows.load_values(vm, step, heads.kv_head, first, Rows<D>::AHEAD, Rows<D>::SLICES);
         if (goes_on) rows.load_keys(vm, step, heads.kv_head, next);
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
         const float factor = decay(highest, raised);
         highest = raised;
-        total *= factor;
+        float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             weight[i] = decay(weight[i], raised);
-            total += weight[i];
+            sum += weight[i];
         }
         const float low = __shfl_sync(~0u, factor, t * 8), high = __shfl_sync(~0u, factor, t * 8 + 4);
         // Weights as the sum of two halves: one alone would round what must not be rounded yet.
         const uint2 weights = {floats_to_halves(weight[0], weight[1]), floats_to_halves(weight[2], weight[3])};
         const uint2 rests = {pack_rests(weight[0], weight[1], weights.x), pack_rests(weight[2], weight[3], weights.y)};
-        float* const part = parts.of(vm, place.warp);
+        float* const part = static_cast<float*>(__cvta_shared_to_generic(first_part)) -
+            place.warp * parts.heads * parts.pitch;
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        total = total * factor + sum;
+        if (t == 0 && g < heads.count) Parts::stats(vm, g)[place.warp] = {highest, total};
 #pragma unroll
         for (int s = 0; s < Rows<D>::SLICES; s++) {
             float4 sums[2][2] = {};  // of heads 2t, 2t+1: elements 0-3 and 4-7 of the lane's eight
@@ -270,9 +291,21 @@ template <int D>
 __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool turns, int head) {
     constexpr int COUNT = Rows<D>::COUNT, PITCH = D + (VECTOR_WARPS < 16 ? 8 : 4);  // for the banks
     constexpr int STEP = VECTOR_WARPS * COUNT, PART_BYTES = PITCH * static_cast<int>(sizeof(float));
-    const auto busy_warps = [&] { return min(VECTOR_WARPS, (vm.kv_len(step) + COUNT - 1) / COUNT); };
+    int kept_length = vm.kv_len(step);
+    if (Softmax<D>::KEEPS) asm volatile("" : "+r"(kept_length));
+    const auto length = [&] { return Softmax<D>::KEEPS ? kept_length : vm.kv_len(step); };
+    const auto busy_warps = [&] { return min(VECTOR_WARPS, (length() + COUNT - 1) / COUNT); };
     const Heads heads(step, head, min(room_for_parts(vm, step) / (max(busy_warps(), 1) * PART_BYTES), 8));
     Parts parts = {PITCH, 0, heads.count};
+    MergedTo<D> to;
+    if (Softmax<D>::KEEPS) to.find(vm, step, head);
+    const element_t* const queries = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + heads.first * D;
+    const uint64_t behind = reinterpret_cast<const char*>(queries) - vm.block().staging();
+    const bool staged = behind < static_cast<uint32_t>(vm.block().program.staged_bytes);
+    const uint32_t staged_query = staged ? shared_address(queries + Softmax<D>::query_element(heads)) : 0;
+    uint32_t first_part = shared_address(parts.of(vm, 0));
+    asm volatile("" : "+r"(first_part));
+    const Place place;
     Softmax<D> softmax;
     Rotation<D> rotation;
     if (turns && Place().warp < rotation.count(step)) rotation.load(vm, step, Place().warp);
@@ -287,27 +320,28 @@ __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool 
             rotation.finish(vm, step);
             turns = false;
         }
-        if (static_cast<unsigned>(first) < vm.kv_len(step)) {
+        if (static_cast<unsigned>(first) < length()) {
 #pragma unroll 1
             for (bool begun = first >= STEP;; begun = true) {
-                softmax.add(vm, step, parts, heads, first, first + STEP, rows, begun);
+                softmax.add(vm, step, parts, heads, staged_query, first_part, kept_length, first, first + STEP, rows, begun, place);
                 first += STEP;
-                if (first >= vm.kv_len(step)) break;
+                if (first >= length()) break;
                 if (Rows<D>::SLICES > 1) rows = Rows<D>(vm, step, heads.kv_head, first);
             }
             break;
         }
         first += STEP;
-        if (first >= vm.kv_len(step)) break;
-    }
-    softmax.total += __shfl_xor_sync(~0u, softmax.total, 1);
-    softmax.total += __shfl_xor_sync(~0u, softmax.total, 2);
-    const Place place;
-    if (place.lane % 4 == 0 && place.lane / 4 < heads.count) {
-        Parts::stats(vm, place.lane / 4)[place.warp] = {softmax.highest, softmax.total};
+        if (first < length()) continue;
+        if (vm.lane() < heads.count) Parts::stats(vm, vm.lane())[vm.warp()] = {-INFINITY, 0.0f};
+        break;
     }
     parts.warps = busy_warps();
-    merge(vm, step, parts, head);
+    if (!Softmax<D>::KEEPS) to.find(vm, step, head);
+    if (to.kind == MergedTo<D>::OTHERS) {
+        merge(vm, step, parts, head);
+    } else {
+        merge_pairs<D>(vm, parts, first_part, to);
+    }
     return head + heads.count;
 }
 

@@ -3,7 +3,11 @@
 
 #include "../pointwise.cuh"
 
-__device__ __forceinline__ float decay(float from, float to) { return from == -INFINITY ? 0.0f : __expf(from - to); }
+// e^(from - to), where `from` is no larger; 0 where it is -infinity, even if both are.
+__device__ __forceinline__ float decay(float from, float to) {
+    constexpr float LEAST = -3.40282347e38f, LOG2_E = 1.44269504f;
+    return power_of_two((from - fmaxf(to, LEAST)) * LOG2_E);
+}
 
 // Elements i and i + 1 of a result, in one go where they are aligned.
 __device__ __forceinline__ void store_pair(int dtype, const Operand& out, int i, float x, float y) {

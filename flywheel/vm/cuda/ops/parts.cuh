@@ -31,6 +31,84 @@ __device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
     return behind > 0 && behind <= staged ? staged - static_cast<int>(behind) : staged;
 }
 
+#if FW_DTYPE != AMK_DTYPE_F32
+
+// Where merged heads of D go, found out before anybody waits for them: whether they are pairs of F32 or of halves, which are
+// rounded once, and lie so that a store takes a pair; and the first head's place. A window without a row is among the others.
+template <int D> struct MergedTo {
+    enum Kind { PARTIALS, FLOATS, HALVES, OTHERS } kind;
+    char* at;
+    __device__ __forceinline__ void find(Vm vm, const amk_step_t& step, int head) {
+        const Operand& out = vm.out(step);
+        const bool partial = out.numel != step.params.n_heads * D, half = is_half(out.dtype);
+        const bool aligned = static_cast<int>(reinterpret_cast<uint64_t>(out.ptr)) % 8 == 0;
+        const bool pairs = (out.dtype == step.out_dtype) & aligned & !(partial & half) & (vm.kv_len(step) > 0);
+        kind = !pairs ? OTHERS : half ? HALVES : partial ? PARTIALS : FLOATS;
+        at = out.ptr + head * pitch() * (half ? 2 : 4);
+    }
+    __device__ __forceinline__ int pitch() const { return D + (kind == PARTIALS ? 2 : 0); }
+};
+
+// As `merge` below, of heads of D, where every warp has stats. `first_part` is the first warp's in shared memory. What can be
+// known before the other warps are there is made before that.
+template <int D> __device__ __forceinline__ void merge_pairs(Vm vm, const Parts& parts, uint32_t first_part, const MergedTo<D>& to) {
+    constexpr int UNITS = D / (2 * WARP), ALL = VECTOR_WARPS, AHEAD = ALL < 8 ? ALL : 8, STATS_BYTES = ALL * sizeof(float2);
+    int unit = vm.warp(), head = unit / UNITS, pair = unit % UNITS * WARP + vm.lane();
+    const int apart = parts.heads * parts.pitch * static_cast<int>(sizeof(float)), most = (parts.warps - 1) * apart;
+    uint32_t stats = shared_address(Parts::stats(vm, head));
+    uint32_t rows = first_part + (head * parts.pitch + 2 * pair) * static_cast<int>(sizeof(float));
+    int start = head * to.pitch() + 2 * pair;
+    asm volatile("" : "+r"(stats), "+r"(rows), "+r"(start));
+    vm.sync();
+#pragma unroll 1
+    while (unit < parts.heads * UNITS) {
+        float high[ALL], low[ALL];  // what each part has seen, and what its sums count
+#pragma unroll
+        for (int part = 0; part < ALL; part += 2 - ALL % 2) {
+            if (ALL % 2 == 0) {
+                const uint4 two = load_shared16(stats + part * 8);
+                high[part] = __uint_as_float(two.x), low[part] = __uint_as_float(two.y);
+                high[part + 1] = __uint_as_float(two.z), low[part + 1] = __uint_as_float(two.w);
+            } else {
+                const uint2 one = load_shared8(stats + part * 8);
+                high[part] = __uint_as_float(one.x), low[part] = __uint_as_float(one.y);
+            }
+        }
+        float highest = high[0], total = 0.0f, x = 0.0f, y = 0.0f;
+#pragma unroll
+        for (int part = 1; part < ALL; part++) highest = fmaxf(highest, high[part]);
+#pragma unroll
+        for (int done = 0; done < ALL; done += AHEAD) {
+            uint2 sums[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (done + i < ALL) sums[i] = load_shared8(rows - min((done + i) * apart, most));
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (done + i >= ALL) continue;
+                const float weight = decay(high[done + i], highest);
+                total += weight * low[done + i];
+                x += weight * __uint_as_float(sums[i].x);
+                y += weight * __uint_as_float(sums[i].y);
+            }
+        }
+        const float scale = total == 0.0f ? 0.0f : reciprocal(total);
+        if (to.kind == MergedTo<D>::HALVES) {
+            store32(to.at + start * 2, floats_to_halves(x * scale, y * scale));
+        } else {
+            store64(to.at + start * 4, {x * scale, y * scale});
+            if (to.kind == MergedTo<D>::PARTIALS && pair == 0) store64(to.at + (start + D) * 4, {highest, total});
+        }
+        unit += VECTOR_WARPS, head = unit / UNITS, pair = unit % UNITS * WARP + vm.lane();
+        stats = shared_address(Parts::stats(vm, head));
+        rows = first_part + (head * parts.pitch + 2 * pair) * static_cast<int>(sizeof(float));
+        start = head * to.pitch() + 2 * pair;
+    }
+}
+
+#endif
+
 // Into the rows of the result from `first` on, once all warps have written theirs. A warp takes 32 pairs of columns of a head
 // at a time, and its lane p makes the weight of part p. Not inlined where each head_dim would have it.
 __device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, int first) {
