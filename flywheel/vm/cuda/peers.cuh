@@ -38,7 +38,17 @@ __device__ __forceinline__ uint32_t load_bits_sys(int dtype, const char* ptr, lo
 // Ranks that the result of a task goes to, a bit each.
 __device__ __forceinline__ uint32_t peers_of(const amk_instruction_t& instruction) { return instruction.flags >> FW_PEERS_SHIFT; }
 
-// One element to the same place on other GPUs. What is all ones there says that nothing came, so none such is sent.
+// What is all ones on another GPU says that nothing came, so none such is sent.
+__device__ __forceinline__ void store_float_sys(char* to, bool half, float value) {
+    if (half) {
+        store_half_sys(to, float_to_half(value));
+    } else {
+        const uint32_t bits = __float_as_uint(value);
+        store32_sys(to, bits == ABSENT32 ? 0x7fffffff : bits);
+    }
+}
+
+// One element to the same place on other GPUs.
 __device__ __forceinline__ void push_element(Vm vm, uint32_t peers, int dtype, long long place, uint32_t bits) {
 #pragma unroll 1
     for (; peers != 0; peers &= peers - 1) {

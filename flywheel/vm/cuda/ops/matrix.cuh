@@ -301,6 +301,13 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         }
         uint32_t scale_at = shared_address(vm.block().scales + unit.m);
         asm volatile("" : "+r"(scale_at));
+#ifdef FW_RANKS
+        // Where all of a pass is the usual case, each lane sends its own column: to the first of the other GPUs, and to further ones.
+        const bool direct = sends && quick && units <= 2 * VECTOR_WARPS;
+        const uint32_t peers = direct && first >= 0 ? peers_of(vm.task()->instruction) : 0;
+        char* peer = peers != 0 ? vm.task()->images[__ffs(peers) - 1] + first * (out_is_half ? 2ll : 4ll) : nullptr;
+        asm volatile("" : "+l"(peer));
+#endif
         if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return false;
         vm.stamp(FW_STAMP_MULTIPLIED);
         if (quick) {
@@ -319,10 +326,16 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
                 const float rounded = half_to_float(static_cast<unsigned short>(floats_to_halves(value, 0.0f)));
                 value = is_half(out_dtype) ? rounded : value;
                 value = (value + added) * factor;
-                store_float(target, out_is_half, value);
 #ifdef FW_RANKS
-                if (sends) vm.block().partial(pass)[place] = value;
+                if (peer != nullptr) {  // first, since it goes farthest
+                    store_float_sys(peer, out_is_half, value);
+                    const uint32_t bits = out_is_half ? float_to_half(value) : __float_as_uint(value);
+                    push_element(vm, peers & (peers - 1), out.dtype, first * (out_is_half ? 2ll : 4ll), bits);
+                } else if (sends) {
+                    vm.block().partial(pass)[place] = value;
+                }
 #endif
+                store_float(target, out_is_half, value);
             }
             if (units > 2 * VECTOR_WARPS) {
                 advance();
@@ -354,7 +367,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         }
         __syncwarp();
 #ifdef FW_RANKS
-        if (sends) {
+        if (sends && !direct) {
             send_pass(vm, step, pass, done);
             __syncwarp();
         }
