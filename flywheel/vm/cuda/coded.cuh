@@ -226,9 +226,12 @@ template <int FORMAT> struct CodedProduct {
     }
     // Steps of a unit, `count` from `step` on, where x of the lane's group begins at `x`; the next ones of a unit are loaded as these
     // are multiplied, and behind the last one what is at `then()`, or where that is 0 the same once more. Says where that was.
-    template <typename Then>
-    __device__ __forceinline__ uint32_t add_one(uint32_t a, uint32_t x, uint32_t swizzle, int step, int count, Then then) {
-        uint2 next = load_shared8((x + step * FRAGMENT_X_BYTES) ^ swizzle);
+    template <typename Ready, typename Then>
+    __device__ __forceinline__ uint32_t add_one(uint32_t a, uint32_t x, uint32_t swizzle, int step, int count, Ready ready, Then then) {
+        uint32_t first = (x + step * FRAGMENT_X_BYTES) ^ swizzle;
+        asm volatile("" : "+r"(first));
+        ready();
+        uint2 next = load_shared8(first);
         const auto advance = [&] {
             const uint2 columns = enlarged(next);
             step++;
@@ -249,13 +252,17 @@ template <int FORMAT> struct CodedProduct {
         return a;
     }
     // The same by digits; x of the unit begins at `x`, and there are `groups` of it: of others any will do.
-    template <typename Then>
-    __device__ __forceinline__ uint32_t add_digits(uint32_t a, uint32_t x, int groups, int lane, int step, int count, Then then) {
+    template <typename Ready, typename Then>
+    __device__ __forceinline__ uint32_t add_digits(
+        uint32_t a, uint32_t x, int groups, int lane, int step, int count, Ready ready, Then then) {
         const int column = lane >> 2, group = column >> 1;
         const uint32_t place = (lane & 3) * 8 | digit_place(group, column & 1, 0);
         const uint32_t lower = x + (group < groups ? group * GROUP_X_BYTES : 0) + place;
         const uint32_t upper = x + (group + 4 < groups ? (group + 4) * GROUP_X_BYTES : 0) + place;
-        uint2 next[2] = {load_shared8(lower ^ digit_place(0, 0, step)), load_shared8(upper ^ digit_place(0, 0, step))};
+        uint32_t first = lower ^ digit_place(0, 0, step), second = upper ^ digit_place(0, 0, step);
+        asm volatile("" : "+r"(first), "+r"(second));
+        ready();
+        uint2 next[2] = {load_shared8(first), load_shared8(second)};
         const auto advance = [&] {
             const uint2 digits[2] = {next[0], next[1]};
             step++;
@@ -300,10 +307,10 @@ template <int FORMAT> struct CodedProduct {
         return a;
     }
     // `part` of a chunk, whose first step is at `fragments` and preloaded; x of the chunk begins at `x`, and there are `groups` of
-    // it. `next()` names the step behind them, or says 0.
-    template <typename Next>
+    // it. `ready` waits for x. `next()` names the step behind them, or says 0.
+    template <typename Ready, typename Next>
     __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
-                                        int groups, int lane, Next next) {
+                                        int groups, int lane, Ready ready, Next next) {
         if (part.count == 0) return;
         const bool one_row = rows == 1, digits = one_row && C::DIGITS;
         const int row = lane >> 2;
@@ -321,10 +328,10 @@ template <int FORMAT> struct CodedProduct {
             if (digits || C::SCALED) clear_sums(digits ? NO_DIGITS : 0.0f);
             const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
             if (digits) {
-                a = add_digits(a, unit_x, groups, lane, step, count, then);
+                a = add_digits(a, unit_x, groups, lane, step, count, ready, then);
             } else if (one_row) {  // of a group that there is not, codes are 0: any x will do
-                a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, then);
-            } else if (groups >= UNIT_GROUPS) {
+                a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, ready, then);
+            } else if (ready(), groups >= UNIT_GROUPS) {
                 a = add_rows<true>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             } else {
                 a = add_rows<false>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);

@@ -111,9 +111,9 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
         for (; piece >= row_chunks; piece -= row_chunks) row_block++;
         bool landed = false;  // the chunk is known to have, and is preloaded
         if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return {Progress::ABORTED};
+        const Part first_part = share.of(P::pieces(segment, piece));
         if (left > 0 && ring.has_landed(place)) {
-            const Part part = share.of(P::pieces(segment, piece));
-            if (part.count >= P::PRELOADED) product.preload(ring.slot(place) + P::offset(part.first), lane);
+            if (first_part.count >= P::PRELOADED) product.preload(ring.slot(place) + P::offset(first_part.first), lane);
             landed = true;
         }
         float* target;
@@ -123,13 +123,23 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
         };
         begin_row_block();  // before the operand is there: nothing then waits for it
-        if (segment.flags & FW_SEGMENT_FRESH_X) {
+        // The operand is waited for where the first part reads it: nothing that can be done before is left for later. Partials are
+        // not to be written before, either: an attention before may use their place for itself.
+        bool fresh = segment.flags & FW_SEGMENT_FRESH_X, goes_on = true;
+        const auto await_x = [&] {
+            if (!fresh) return;
+            fresh = false;
             awaiting.begin();
-            if (!warp_barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted)) return {Progress::ABORTED};
+            goes_on = barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted);
+            __syncwarp();
             awaiting.end();
             x_round++;
+        };
+        if (fresh && (SliceWalk<P>::HAS_SLICES || sliced || left <= 0 || first_part.count == 0)) {
+            await_x();
+            if (!__all_sync(~0u, goes_on)) return {Progress::ABORTED};
         }
-        if (sliced && begins) {  // no sooner: an attention before may use them for itself
+        if (sliced && begins) {
             clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
         }
         SliceWalk<P> slice(its, segment);
@@ -138,9 +148,9 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             slice.advance(its);
             x_round++;
             awaiting.begin();
-            const bool goes_on = warp_barrier_wait(&block.x_full[(x_round - 1) % X_ROUNDS], (x_round - 1) / X_ROUNDS & 1, &block.aborted);
+            const bool there = warp_barrier_wait(&block.x_full[(x_round - 1) % X_ROUNDS], (x_round - 1) / X_ROUNDS & 1, &block.aborted);
             awaiting.end();
-            return goes_on;
+            return there;
         };
         Part next;
         if (KEEPS) next = share.of(P::pieces(segment, piece));
@@ -168,7 +178,7 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             for (; piece >= row_chunks; piece -= row_chunks) row_block++;
             landed = false;
             if (KEEPS) next = share.of(P::pieces(segment, piece));
-            product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part, groups_left, lane, [&] {
+            product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part, groups_left, lane, await_x, [&] {
                 landed = __all_sync(~0u, early) || (left > groups && ring.has_landed(place));
                 const Part its = KEEPS ? next : share.of(P::pieces(segment, piece));
                 if (!landed || its.count < P::PRELOADED) return 0u;
@@ -191,6 +201,7 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
             if (segment.flags & FW_SEGMENT_FRESH_X) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
         }
         if (!(segment.flags & FW_SEGMENT_GOES_ON)) pass++;
+        if (!SliceWalk<P>::HAS_SLICES && !__all_sync(~0u, goes_on)) return {Progress::ABORTED};
     }
     if (warp == 0) {
         starved.tell(block, FW_ANCHOR_STARVED);

@@ -40,10 +40,11 @@ struct Product : Fragments {
     }
     static constexpr int PRELOADED = 1 << 30;  // none is that long
     __device__ __forceinline__ void preload(const char* fragments, int lane) {}
-    template <typename Next>
+    template <typename Ready, typename Next>
     __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
-                                        int groups, int lane, Next next) {
+                                        int groups, int lane, Ready ready, Next next) {
         const int count = part.count;
+        ready();
         const char* a = fragments + lane * 32;
         const float* b = x + (lane & 3) * 4;
         for (int k = 0; k < count; k++, a += FRAGMENT_BYTES, b += 16) {
@@ -218,14 +219,16 @@ struct Product : Fragments {
 #pragma unroll 1
         for (; count > 0; count--, a += FRAGMENT_BYTES, b += FRAGMENT_X_BYTES) mma(acc[0], load_shared16(a), load_shared8(b));
     }
-    // `part` of a chunk, preloaded if it has as many fragments; `next` is asked only then.
-    template <typename Next>
+    // `part` of a chunk, preloaded if it has as many fragments; `next` is asked only then. `ready` waits for x.
+    template <typename Ready, typename Next>
     __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
-                                        int groups, int lane, Next next) {
+                                        int groups, int lane, Ready ready, Next next) {
         const int count = part.count;
-        const uint32_t a = shared_address(fragments) + lane * 16;
-        const uint32_t b = shared_address(x + min(lane >> 2, rows - 1) * x_stride + (lane & 3) * 4);
+        uint32_t a = shared_address(fragments) + lane * 16;
+        uint32_t b = shared_address(x + min(lane >> 2, rows - 1) * x_stride + (lane & 3) * 4);
         const int pairs = count / PRELOADED, paired = pairs * PRELOADED;
+        asm volatile("" : "+r"(a), "+r"(b));
+        ready();
         if (pairs > 0) {
             if (rows == 1) {
                 add_pairs(a, b + (lane >> 2) % CHAINS * FRAGMENT_X_BYTES, pairs, next);
