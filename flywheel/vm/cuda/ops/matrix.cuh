@@ -308,10 +308,13 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         char* peer = peers != 0 ? vm.task()->images[__ffs(peers) - 1] + first * (out_is_half ? 2ll : 4ll) : nullptr;
         asm volatile("" : "+l"(peer));
 #endif
-        if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return false;
+        // Only warps that have units of the pass wait for it; all of them agree behind it.
+        const bool waits = EVERY_THREAD || vm.warp() * 2 < units;
+        const bool passed = !waits || barrier_wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1, &vm.block().aborted);
+        __syncwarp();
         vm.stamp(FW_STAMP_MULTIPLIED);
         if (quick) {
-            if (first >= 0) {
+            if (passed & (first >= 0)) {
                 const float scale = scales ? *static_cast<const float*>(__cvta_shared_to_generic(scale_at)) : 1.0f;
                 float parts[FEW_SLOTS];  // loaded together
 #pragma unroll
@@ -344,7 +347,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
             }
         }
 #pragma unroll 1
-        while (unit.number < units) {
+        while (passed & (unit.number < units)) {
             const float* partial = partials + (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + row;
             float value = partial[0];
 #pragma unroll 4
@@ -367,11 +370,12 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         }
         __syncwarp();
 #ifdef FW_RANKS
-        if (sends && !direct) {
+        if (sends && !direct && passed) {
             send_pass(vm, step, pass, done);
             __syncwarp();
         }
 #endif
+        if (!named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, passed)) return false;
         if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&vm.block().partial_empty[pass & 1]);
         pass++;
         done += pass_blocks;
