@@ -278,9 +278,11 @@ struct Rotation {
 template <int D> __device__ __forceinline__ void append_value(Vm vm, const amk_step_t& step) {
     if (Place().warp < VECTOR_WARPS - 1) return;
     const amk_step_t& append = vm.task()->steps[step.as.attention.value];
+    const Source source(vm, append);
     HeadValues<D / 64> values;
-    values.load(vm, append);
-    values.settle(vm, append);
+    do {
+        values.load(source.first);
+    } while (source.awaited && values.absent() && vm.again());
     values.store(reinterpret_cast<element_t*>(vm.out(append).ptr) + vm.pos(append) * D);
 }
 

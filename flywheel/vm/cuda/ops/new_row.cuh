@@ -4,9 +4,8 @@
 // steps one by one would.
 #pragma once
 
-#include "pairs.cuh"
+#include "parts.cuh"
 #include "rotate.cuh"
-#include "../warp.cuh"
 
 struct NewRow {
     const amk_step_t *key_rope, *key, *value, *query_rope, *attention;
@@ -41,18 +40,13 @@ template <int PAIRS>
 struct HeadPairs {
     static constexpr int HALF = PAIRS * WARP, D = 2 * HALF;
     Run<PAIRS> side[2], weights[2] = {};  // not left open where there is no norm: that would take registers
-    static __device__ __forceinline__ void load(Vm vm, const Operand& x, int first, Run<PAIRS> (&into)[2]) {
-        const element_t* from = reinterpret_cast<const element_t*>(x.ptr) + first + vm.lane() * PAIRS;
+    // The lane's first pair of a head that begins at `x`.
+    static __device__ __forceinline__ const element_t* place(const element_t* x) { return x + lane_id() * PAIRS; }
+    static __device__ __forceinline__ void load(const element_t* from, Run<PAIRS> (&into)[2]) {
         into[0].load(from);
         into[1].load(from + HALF);
     }
-    __device__ __forceinline__ void load(Vm vm, const amk_step_t& step, int first) { load(vm, vm.arg(step, 0), first, side); }
-    __device__ __forceinline__ void load_weights(Vm vm, const amk_step_t& norm) { load(vm, vm.arg(norm, 1), 0, weights); }
-    // Loaded anew until they are written, where the step waits for that.
-    __device__ __forceinline__ void settle(Vm vm, const amk_step_t& step, int first) {
-        if (vm.arg(step, 0).layout != FW_LAYOUT_AWAITED) return;
-        while ((side[0].absent() || side[1].absent()) && vm.again()) load(vm, step, first);
-    }
+    __device__ __forceinline__ bool absent() const { return side[0].absent() | side[1].absent(); }
     __device__ __forceinline__ void norm(float eps) {
         float squares = 0.0f;
 #pragma unroll
@@ -87,19 +81,15 @@ template <int PAIRS>
 struct HeadValues {
     Two both[PAIRS];  // side by side
     static __device__ __forceinline__ int element(int p) { return 2 * (Place().lane + p * WARP); }
-    __device__ __forceinline__ void load(Vm vm, const amk_step_t& append) {
-        const element_t* from = reinterpret_cast<const element_t*>(vm.arg(append, 0).ptr);
+    __device__ __forceinline__ void load(const element_t* from) {
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) both[p].load(from + element(p));
     }
-    // Loaded anew until they are written, where the step waits for that.
-    __device__ __forceinline__ void settle(Vm vm, const amk_step_t& append) {
-        if (vm.arg(append, 0).layout != FW_LAYOUT_AWAITED) return;
-        const element_t* from = reinterpret_cast<const element_t*>(vm.arg(append, 0).ptr);
+    __device__ __forceinline__ bool absent() const {
+        bool any = false;
 #pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-            while (both[p].absent() && vm.again()) both[p].load(from + element(p));
-        }
+        for (int p = 0; p < PAIRS; p++) any |= both[p].absent();
+        return any;
     }
     __device__ __forceinline__ void store(element_t* row) const {
 #pragma unroll
@@ -107,32 +97,60 @@ struct HeadValues {
     }
 };
 
+// A pair of a head's results where their type or place is not the usual one, and with the first pair its stats.
+__device__ __noinline__ void store_other(Vm vm, const amk_step_t& step, int head, int pair, float2 its, float2 stats) {
+    const Operand& out = vm.out(step);
+    const int head_dim = step.params.head_dim;
+    const bool partial = out.numel != step.params.n_heads * head_dim;
+    const int first = head * (head_dim + (partial ? 2 : 0));
+    store_pair(step.out_dtype, out, first + 2 * pair, its.x, its.y);
+    if (partial && pair == 0) store_pair(step.out_dtype, out, first + head_dim, stats.x, stats.y);
+}
+
+// What a step reads first, as elements, and whether others write it meanwhile.
+struct Source {
+    const element_t* first;
+    bool awaited;
+    __device__ __forceinline__ Source(Vm vm, const amk_step_t& step)
+        : first(reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr)), awaited(vm.arg(step, 0).layout == FW_LAYOUT_AWAITED) {}
+};
+
 template <int PAIRS>
 __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
-    constexpr int D = 2 * PAIRS * WARP;
+    using Pairs = HeadPairs<PAIRS>;
+    constexpr int D = Pairs::D;
     const amk_step_t& attention = *row.attention;
-    const Operand out = vm.out(attention);
-    const int n_heads = attention.params.n_heads, lane = vm.lane();
-    const bool partial = out.numel != n_heads * D;
+    const int lane = vm.lane();
     const amk_step_t *key_norm = norm_before(vm, *row.key_rope), *query_norm = norm_before(vm, *row.query_rope);
-    const amk_step_t &key_from = key_norm ? *key_norm : *row.key_rope, &query_from = key_norm ? *query_norm : *row.query_rope;
+    const Source keys(vm, key_norm ? *key_norm : *row.key_rope), queries(vm, key_norm ? *query_norm : *row.query_rope);
+    const Source its_values(vm, *row.value);
 #pragma unroll 1
-    for (int head = vm.warp(); head < n_heads; head += VECTOR_WARPS) {
-        HeadPairs<PAIRS> key, query;
+    for (int head = vm.warp(); head < attention.params.n_heads; head += VECTOR_WARPS) {
+        Pairs key, query;
         Turns<PAIRS> turns;
         HeadValues<PAIRS> values;
-        key.load(vm, key_from, 0);
-        query.load(vm, query_from, head * D);
-        values.load(vm, *row.value);
+        const element_t *const key_at = Pairs::place(keys.first), *const query_at = Pairs::place(queries.first + head * D);
+        const auto load = [&] {
+            Pairs::load(key_at, key.side);
+            Pairs::load(query_at, query.side);
+            values.load(its_values.first);
+        };
+        load();  // before all that can be found out while it is on its way
         turns.load(vm, *row.key_rope, lane * PAIRS);
+        MergedTo<D> to;
+        to.find(vm, attention, 0);
+        const float to_score = attention.params.scale;
         if (key_norm) {
-            key.load_weights(vm, *key_norm);
-            query.load_weights(vm, *query_norm);
+            Pairs::load(Pairs::place(reinterpret_cast<const element_t*>(vm.arg(*key_norm, 1).ptr)), key.weights);
+            Pairs::load(Pairs::place(reinterpret_cast<const element_t*>(vm.arg(*query_norm, 1).ptr)), query.weights);
         }
         turns.make();
-        values.settle(vm, *row.value);
-        key.settle(vm, key_from, 0);
-        query.settle(vm, query_from, head * D);
+        char* const at = to.at + (head * to.pitch() + 2 * lane) * (to.kind == MergedTo<D>::HALVES ? 2 : 4);
+        // All at once: one after the other, each would take a trip to L2 of its own.
+        while (((keys.awaited & key.absent()) | (queries.awaited & query.absent()) | (its_values.awaited & values.absent())) &&
+               vm.again()) {
+            load();
+        }
         vm.stamp(FW_STAMP_READY);
         if (key_norm) {
             key.norm(key_norm->params.eps);
@@ -143,16 +161,21 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
         query.rotate_by(turns.turn);
 #pragma unroll
         for (int i = 0; i < 2 * PAIRS; i++) score += query.side[i % 2][i / 2] * key.side[i % 2][i / 2];
-        score = warp_sum(score) * attention.params.scale;
+        score = warp_sum(score) * to_score;
         const float weight = decay(score, score);  // 1, but for a score that is no number or infinite
-        const int first = head * (D + (partial ? 2 : 0));
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {
             const float x = weight == 0.0f ? 0.0f : weight * values.both[p].first();
             const float y = weight == 0.0f ? 0.0f : weight * values.both[p].second();
-            store_pair(attention.out_dtype, out, first + 2 * (lane + p * WARP), x, y);
+            if (to.kind == MergedTo<D>::HALVES) {
+                store32(at + p * WARP * 4, floats_to_halves(x, y));
+            } else if (to.kind != MergedTo<D>::OTHERS) {
+                store64(at + p * WARP * 8, {x, y});
+            } else {
+                store_other(vm, attention, head, lane + p * WARP, {x, y}, {score, weight});
+            }
         }
-        if (partial && lane == 0) store_pair(attention.out_dtype, out, first + D, score, weight);
+        if (to.kind == MergedTo<D>::PARTIALS && lane == 0) store64(at + D * 4, {score, weight});
         if (head > 0) continue;
         key.store(reinterpret_cast<element_t*>(vm.out(*row.key).ptr) + vm.pos(*row.key) * D);
         values.store(reinterpret_cast<element_t*>(vm.out(*row.value).ptr) + vm.pos(*row.value) * D);

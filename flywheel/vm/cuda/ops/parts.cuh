@@ -31,8 +31,6 @@ __device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
     return behind > 0 && behind <= staged ? staged - static_cast<int>(behind) : staged;
 }
 
-#if FW_DTYPE != AMK_DTYPE_F32
-
 // Where merged heads of D go, found out before anybody waits for them: whether they are pairs of F32 or of halves, which are
 // rounded once, and lie so that a store takes a pair; and the first head's place. A window without a row is among the others.
 template <int D> struct MergedTo {
@@ -48,6 +46,8 @@ template <int D> struct MergedTo {
     }
     __device__ __forceinline__ int pitch() const { return D + (kind == PARTIALS ? 2 : 0); }
 };
+
+#if FW_DTYPE != AMK_DTYPE_F32
 
 // As `merge` below, of heads of D, where every warp has stats. `first_part` is the first warp's in shared memory. What can be
 // known before the other warps are there is made before that.
