@@ -118,7 +118,6 @@ struct EmulatedF16 {
         return value != value ? 0x7fff : emulated_bits<uint16_t>(static_cast<_Float16>(value));
     }
 };
-inline void ptx_to_bf16(unsigned short& to, float from) { to = static_cast<unsigned short>(EmulatedBf16::from_float(from)); }
 template <typename Half> inline uint32_t emulated_pair(float high, float low) {
     return static_cast<uint32_t>(Half::from_float(high)) << 16 | static_cast<uint16_t>(Half::from_float(low));
 }
@@ -138,7 +137,6 @@ template <typename Half> inline uint32_t emulated_max(uint32_t a, uint32_t b) {
 }
 inline void ptx_max_nan_bf16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedBf16>(a, b); }
 inline void ptx_max_nan_f16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedF16>(a, b); }
-inline void ptx_to_f16(unsigned short& to, float from) { to = static_cast<unsigned short>(EmulatedF16::from_float(from)); }
 inline void ptx_from_f16(float& to, unsigned short from) { to = EmulatedF16::to_float(from); }
 
 // m16n8k16: of lane 4g + t the words of A are rows g and g + 8 at columns 2t, 2t + 1, then the same at 2t + 8, 2t + 9; those of

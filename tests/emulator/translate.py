@@ -70,8 +70,6 @@ CALLS: Final[Mapping[str, str]] = {
     "rcp.approx.ftz.f32 %0, %1;": "reciprocal",
     "max.NaN.bf16x2 %0, %1, %2;": "max_nan_bf16x2",
     "max.NaN.f16x2 %0, %1, %2;": "max_nan_f16x2",
-    "cvt.rn.bf16.f32 %0, %1;": "to_bf16",
-    "cvt.rn.f16.f32 %0, %1;": "to_f16",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "to_bf16x2",
     "cvt.rn.f16x2.f32 %0, %1, %2;": "to_f16x2",
     "fma.rn.bf16x2 %0, %1, %2, %3;": "fma_bf16x2",

@@ -326,7 +326,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
                 for (int slot = 1; slot < FEW_SLOTS; slot++) value += parts[slot];
                 value *= scale;
                 value *= quick_scale;
-                const float rounded = half_to_float(static_cast<unsigned short>(floats_to_halves(value, 0.0f)));
+                const float rounded = half_to_float(float_to_half(value));
                 value = is_half(out_dtype) ? rounded : value;
                 value = (value + added) * factor;
 #ifdef FW_RANKS
