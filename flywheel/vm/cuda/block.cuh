@@ -89,7 +89,8 @@ struct Block {
 
     // [pass_blocks][MATRIX_WARPS][rows][16], two in turn.
     __device__ __forceinline__ float* partial(int pass) const {
-        return reinterpret_cast<float*>(dynamic_shared + PARTIAL_OFFSET + (pass & 1) * (PARTIAL_BYTES / 2));
+        char* const first = const_cast<char*>(reinterpret_cast<const char*>(this));
+        return reinterpret_cast<float*>(first + PARTIAL_OFFSET + (pass & 1) * (PARTIAL_BYTES / 2));
     }
     __device__ __forceinline__ char* staging() {
         return reinterpret_cast<char*>(this) + FW_RESERVED_BYTES;
