@@ -33,14 +33,19 @@ class Knob:
     meaning: str
 
 
+def heights_of(workload: Workload, projections: Sequence[str]) -> list[int]:
+    """Rows of each of these matrices, of several GPUs those of the first."""
+    ops = {op.name: op for block in blocks_of(workload) for op in block.ops}
+    tensors = {name: tensor for block in blocks_of(workload) for name, tensor in block.tensors.items()}
+    ends = [ops[name].rows or (0, tensors[ops[name].inputs[1]].shape[0]) for name in projections]
+    return [stop - start for start, stop in ends]
+
+
 def rows_of(projections: Sequence[str], *waves: float) -> Callable[[Workload], list[Value]]:
     """Tile heights, in rows, that give each SM about `waves` tiles of the projections together; at most the tallest."""
 
     def values(workload: Workload) -> list[Value]:
-        ops = {op.name: op for block in blocks_of(workload) for op in block.ops}
-        tensors = {name: tensor for block in blocks_of(workload) for name, tensor in block.tensors.items()}
-        ends = [ops[name].rows or (0, tensors[ops[name].inputs[1]].shape[0]) for name in projections]
-        heights = [stop - start for start, stop in ends]
+        heights = heights_of(workload, projections)
         parts = [max(1, round(workload.target.num_sms * wave)) for wave in waves]
         return sorted({min(even_rows(sum(heights), count), even_rows(max(heights), 1)) for count in parts})
 
@@ -172,10 +177,19 @@ def _pages(workload: Workload) -> Sequence[Value]:
     return ("graph_color", "linear", "none") if workload.ranks == 1 else ("none",)
 
 
-QKV: Final = ("q_proj", "k_proj", "v_proj")
+KV: Final = ("k_proj", "v_proj")
+QKV: Final = ("q_proj", *KV)
+
+
+def _kv_rows(workload: Workload) -> list[Value]:
+    """Both values, unless a tile an SM already has all rows of k."""
+    tile = int(rows_of(QKV, 1)(workload)[0])
+    return [1, 2] if tile < heights_of(workload, KV)[0] else [1]
+
 
 KNOBS: Final = (
-    Knob("rows.qkv", rows_of(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q, k and v"),
+    Knob("rows.qkv", rows_of(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q, and of k and v"),
+    Knob("rows.kv", _kv_rows, True, "rows a tile of k and v, in tiles of q: 2 leaves more SMs to attention"),
     Knob("rows.o", rows_of(("o_proj",), 0.5, 1, 2), True, "rows a tile of the output projection"),
     Knob("rows.gate_up", rows_of(("gate_proj",), 0.5, 1, 2, 3), True, "rows a tile of gate, and of up"),
     Knob("rows.down", rows_of(("down_proj",), 0.5, 1, 2), True, "rows a tile of the down projection"),
@@ -219,6 +233,7 @@ HALVES: Final = {"data": 1, "slices": 2}
 
 GOOD_ON_H200: Final[Choice] = MappingProxyType(
     {
+        "rows.kv": 1,
         "threads": 448,
         "matrix": 4,
         "share": 1,

@@ -19,6 +19,7 @@ from flywheel.plan.variant import COPIES
 from flywheel.search.knobs import (
     GOOD_ON_H200,
     HALVES,
+    KV,
     QKV,
     SUMMANDS,
     Choice,
@@ -83,6 +84,8 @@ class Space:
             for knob, projections in _ROWS.items()
             for projection in projections
         }
+        for projection in KV:
+            tiling[f"gemv.{projection}"]["N_tile"] *= int(choice["rows.kv"])
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
                             "copies": int(choice["copies"])}
@@ -151,6 +154,8 @@ class Space:
         for knob, projections in _ROWS.items():
             own = tiling.get(f"gemv.{projections[0]}", {})
             choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
+        q, k = (tiling.get(f"gemv.{name}", {}).get("N_tile", 0) for name in ("q_proj", "k_proj"))
+        choice["rows.kv"] = k // q if q else 0
         for (knob, level), names in _FUSED.items():
             if {frozenset(group) for group in self._groups(names)} <= groups:
                 choice[knob] = level
