@@ -256,31 +256,6 @@ __device__ __forceinline__ void prefetch_operands(const TaskSlot& task) {
     }
 }
 
-// Rows of a table that the task embeds, while its vector warps are on their way to them: both the rows and the instructions that
-// read them come from HBM.
-__device__ __forceinline__ void prefetch_rows(const TaskSlot& task) {
-    const amk_instruction_t& instruction = task.instruction;
-    const int lane = lane_id();
-    const bool embeds = lane < instruction.n_steps && task.steps[lane].op == AMK_OP_EMBED;
-    const uint32_t found = __ballot_sync(~0u, embeds);
-    if (found == 0) return;
-    const amk_step_t& step = task.steps[__ffs(found) - 1];
-    if (step.args[0] >= FW_RESULT_REF || step.args[1] >= FW_RESULT_REF) return;
-    const Operand &ids = task.inputs[step.args[0]], &table = task.inputs[step.args[1]];
-    if (ids.layout == FW_LAYOUT_AWAITED) return;
-    const int hidden = step.params.hidden, bytes = element_bytes(table.dtype);
-    constexpr int COLUMNS = 16;  // of a fragment
-    const bool fragments = table.layout == FW_LAYOUT_FRAGMENTS;
-    for (int s = 0; s < ids.numel; s++) {
-        const int id = load_int(ids, s);
-        if (id < 0 || id >= table.numel / hidden) continue;
-        for (int column = lane * COLUMNS; column < hidden; column += WARP * COLUMNS) {
-            const int64_t at = fragments ? fragment_offset(id, column, hidden) : id * static_cast<int64_t>(hidden) + column;
-            prefetch_l2(table.ptr + at * bytes);
-        }
-    }
-}
-
 // The SM's own rows of tables, which it reads one by one, each behind weights on their way.
 __device__ __forceinline__ void prefetch_tables(const Block& block, int count) {
     prefetch_bytes(reinterpret_cast<const char*>(block.program.instructions) + block.queue_first * sizeof(amk_instruction_t),
@@ -311,7 +286,6 @@ __device__ __noinline__ void run_control() {
 #endif
         __syncwarp();  // what each lane acquired is ordered before the arrival of this one
         if (lane_id() < WARP_ARRIVALS) barrier_arrive(&block.task_ready[slot]);
-        prefetch_rows(task);
         if (index == 0) prefetch_tables(block, count);
     }
     for (int index = max(0, count - TASK_SLOTS); index < count; index++) {  // stay to watch the last ones

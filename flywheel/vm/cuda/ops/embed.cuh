@@ -12,10 +12,10 @@
 constexpr int EMBED_LOADS = 16;
 
 // Where element (row, column) of a matrix of `width` columns lies among its fragments; see Layout.FRAGMENTS.
-__device__ __forceinline__ int64_t fragment_offset(unsigned row, unsigned column, unsigned width) {
+__device__ __forceinline__ int fragment_offset(unsigned row, unsigned column, unsigned width) {
     const unsigned block = row / 16 * ((width + 15) / 16) + column / 16;
     const unsigned lane = row % 8 * 4 + column % 16 / 4;
-    return (block * int64_t{32} + lane) * 8 + column % 4 / 2 * 4 + row % 16 / 8 * 2 + column % 2;
+    return (block * 32 + lane) * 8 + column % 4 / 2 * 4 + row % 16 / 8 * 2 + column % 2;
 }
 
 #if FW_DTYPE != AMK_DTYPE_F32
@@ -87,7 +87,7 @@ FW_MICRO_KERNEL op_embed(Vm vm, const amk_step_t& step) {
 #pragma unroll
             for (int k = 0; k < EMBED_LOADS; k++) {
                 const int c = min(first + k * VECTOR_THREADS, hidden - 1);
-                const char* from = row.ptr + (fragments ? fragment_offset(id, c, hidden) : c) * width;
+                const char* from = row.ptr + static_cast<int64_t>(fragments ? fragment_offset(id, c, hidden) : c) * width;
                 bits[k] = width == 4 ? *reinterpret_cast<const uint32_t*>(from) : *reinterpret_cast<const unsigned short*>(from);
             }
 #pragma unroll
