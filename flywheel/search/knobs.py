@@ -188,8 +188,8 @@ def _kv_rows(workload: Workload) -> list[Value]:
 
 
 KNOBS: Final = (
-    Knob("rows.qkv", rows_of(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q, and of k and v"),
-    Knob("rows.kv", _kv_rows, True, "rows a tile of k and v, in tiles of q: 2 leaves more SMs to attention"),
+    Knob("rows.qkv", rows_of(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q; of k and v, these times rows.kv"),
+    Knob("rows.kv", _kv_rows, True, "height of k and v tiles, in tiles of q: 2 leaves more SMs to attention"),
     Knob("rows.o", rows_of(("o_proj",), 0.5, 1, 2), True, "rows a tile of the output projection"),
     Knob("rows.gate_up", rows_of(("gate_proj",), 0.5, 1, 2, 3), True, "rows a tile of gate, and of up"),
     Knob("rows.down", rows_of(("down_proj",), 0.5, 1, 2), True, "rows a tile of the down projection"),
@@ -245,4 +245,4 @@ GOOD_ON_H200: Final[Choice] = MappingProxyType(
         "copies": 4,
     }
 )
-"""Block and ring of the schedules that are known to be good. Source: results/gpu/versions.md."""
+"""Knobs of the schedules that are known to be good. Source: results/gpu/versions.md."""
