@@ -94,8 +94,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """With --require-gpu, a test marked gpu that skips has failed."""
     report = yield
-    skipped = report.skipped and not hasattr(report, "wasxfail")
-    if skipped and item.config.getoption("--require-gpu") and item.get_closest_marker("gpu"):
+    if report.skipped and item.config.getoption("--require-gpu") and item.get_closest_marker("gpu"):
         report.outcome = "failed"
         report.longrepr = f"--require-gpu: {report.longrepr[2] if isinstance(report.longrepr, tuple) else 'skipped'}"
     return report

@@ -165,6 +165,9 @@ __device__ __forceinline__ void store128(void* to, const uint4& bits) {
 constexpr uint32_t ABSENT32 = 0xffffffff;
 constexpr unsigned short ABSENT16 = 0xffff;
 
+// A float's bits as they are stored: all ones say that nothing was.
+__device__ __forceinline__ uint32_t written(uint32_t bits) { return bits == ABSENT32 ? 0x7fffffff : bits; }
+
 // Not zero where a half of ~bits is zero.
 __device__ __forceinline__ uint32_t absent_halves(uint32_t bits) { return (~bits - 0x00010001) & bits & 0x80008000; }
 __device__ __forceinline__ bool has_absent_half(uint32_t bits) { return absent_halves(bits) != 0; }
@@ -195,8 +198,7 @@ __device__ __forceinline__ void store_float(char* to, bool half, float value) {
     if (half) {
         store_half(to, float_to_half(value));
     } else {
-        const uint32_t bits = __float_as_uint(value);
-        store32(to, bits == ABSENT32 ? 0x7fffffff : bits);
+        store32(to, written(__float_as_uint(value)));
     }
 }
 

@@ -38,13 +38,11 @@ __device__ __forceinline__ uint32_t load_bits_sys(int dtype, const char* ptr, lo
 // Ranks that the result of a task goes to, a bit each.
 __device__ __forceinline__ uint32_t peers_of(const amk_instruction_t& instruction) { return instruction.flags >> FW_PEERS_SHIFT; }
 
-// What is all ones on another GPU says that nothing came, so none such is sent.
 __device__ __forceinline__ void store_float_sys(char* to, bool half, float value) {
     if (half) {
         store_half_sys(to, float_to_half(value));
     } else {
-        const uint32_t bits = __float_as_uint(value);
-        store32_sys(to, bits == ABSENT32 ? 0x7fffffff : bits);
+        store32_sys(to, written(__float_as_uint(value)));
     }
 }
 
@@ -54,7 +52,7 @@ __device__ __forceinline__ void push_element(Vm vm, uint32_t peers, int dtype, l
     for (; peers != 0; peers &= peers - 1) {
         char* const to = vm.task()->images[__ffs(peers) - 1] + place;
         if (dtype == AMK_DTYPE_F32) {
-            store32_sys(to, bits == ABSENT32 ? 0x7fffffff : bits);
+            store32_sys(to, written(bits));
         } else {
             store_half_sys(to, bits == ABSENT16 ? 0x7fff : static_cast<unsigned short>(bits));
         }
@@ -98,8 +96,8 @@ __device__ __forceinline__ void push_group(Vm vm, int dtype, int turn, long long
     uint4 bits;
     int turns = 4;
     if (dtype == AMK_DTYPE_F32) {
-        const auto present = [](float value) { return is_absent(value) ? 0x7fffffffu : __float_as_uint(value); };
-        bits = {present(low.x), present(low.y), present(low.z), present(low.w)};
+        bits = {written(__float_as_uint(low.x)), written(__float_as_uint(low.y)), written(__float_as_uint(low.z)),
+                written(__float_as_uint(low.w))};
     } else {
         const float4 high = *reinterpret_cast<const float4*>(made + 4);
         bits = {floats_to_halves(low.x, low.y), floats_to_halves(low.z, low.w), floats_to_halves(high.x, high.y),

@@ -4,10 +4,9 @@
 // Rows are dealt to the warps, each of which keeps a running softmax; what they have is merged at the end.
 #pragma once
 
-#include "new_row.cuh"
+#include "attended_rows.cuh"
 #include "parts.cuh"
-#include "rotate.cuh"
-#include "../warp.cuh"
+#include "turning.cuh"
 
 #if FW_DTYPE != AMK_DTYPE_F32
 
@@ -22,71 +21,6 @@ __device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t h
     return floats_to_halves(low - half_to_float(static_cast<unsigned short>(halves)),
                             high - half_to_float(static_cast<unsigned short>(halves >> 16)));
 }
-
-// Query heads of one KV head: from `first` on, up to `most`.
-struct Heads {
-    int first, count, kv_head;
-    __device__ __forceinline__ Heads(const amk_step_t& step, int its_first, int most)
-        : first(its_first), count(step.params.n_heads - first), kv_head(0) {
-        if (step.params.n_kv_heads > 1) {
-            const int group = step.params.n_heads / step.params.n_kv_heads;
-            kv_head = first / group;
-            count = (kv_head + 1) * group - first;
-        }
-        count = min(count, most);
-    }
-};
-
-// The rows of a cache that a step sees, in elements; of an empty window the first row of all, so that there is one to load.
-struct Window {
-    int start, last, pitch;
-    __device__ __forceinline__ Window(Vm vm, const amk_step_t& step)
-        : start(vm.kv_len(step) > 0 ? vm.kv_start(step) : 0),
-          last(max(vm.kv_len(step) - 1, 0)),
-          pitch(step.params.n_kv_heads * step.params.head_dim) {}
-    __device__ __forceinline__ const element_t* row(const Operand& cache, int column) const {
-        return reinterpret_cast<const element_t*>(cache.ptr) + start * pitch + column;
-    }
-};
-
-// 16 rows of K and V as a warp multiplies them, head_dim D = 64 or 128. Which d a fragment column means is free: each lane
-// takes 16 bytes of a row at a time.
-template <int D>
-struct Rows {
-    static constexpr int COUNT = 16, CHUNKS = D / 32, SLICES = D / 64;
-    // Of V, with the keys; others once there are registers, of which ptxas leaves more on Hopper.
-    static constexpr int AHEAD = FW_THREADS <= 320 ? SLICES : __CUDA_ARCH__ == 900 || SLICES == 1 ? 1 : 0;
-    uint4 k[2][CHUNKS], v[4][SLICES];
-
-    // Row `first` of the window and those behind it; behind the last one that again.
-    __device__ __forceinline__ Rows(Vm vm, const amk_step_t& step, int kv_head, int first) {
-        load_keys(vm, step, kv_head, first);
-        load_values(vm, step, kv_head, first, 0, AHEAD);
-    }
-    __device__ __forceinline__ void load_keys(Vm vm, const amk_step_t& step, int kv_head, int first) {
-        const Place place;
-        const Window window(vm, step);
-        const element_t* keys = window.row(vm.arg(step, 1), kv_head * D + place.lane % 4 * 8);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const element_t* key = keys + min(first + 8 * i + place.lane / 4, window.last) * window.pitch;
-#pragma unroll
-            for (int c = 0; c < CHUNKS; c++) k[i][c] = *reinterpret_cast<const uint4*>(key + c * 32);
-        }
-    }
-    // Slices from `slice` to before `end` of the same rows.
-    __device__ __forceinline__ void load_values(Vm vm, const amk_step_t& step, int kv_head, int first, int slice, int end) {
-        const Place place;
-        const Window window(vm, step);
-        const element_t* values = window.row(vm.arg(step, 2), kv_head * D + place.lane / 4 * 8);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const element_t* value = values + min(first + place.lane % 4 * 2 + i % 2 + i / 2 * 8, window.last) * window.pitch;
-#pragma unroll
-            for (int s = slice; s < end; s++) v[i][s] = *reinterpret_cast<const uint4*>(value + s * 64);
-        }
-    }
-};
 
 // The running softmax of up to eight query heads of one KV head, on tensor cores. With lane = 4g + t: scores are Q (heads x d)
 // times K^T (d x rows), so lane holds head g at rows 2t, 2t+1 and 2t+8, 2t+9, which is how the product of V^T (d x rows) and
@@ -200,91 +134,6 @@ struct Softmax {
         }
     }
 };
-
-// All of the ROPE of an attention's queries, of one position, and of that of the key that it appends, where it does; and of the
-// norms of their heads where these are left to it. A warp takes 32 pairs of a head of D at a time; for their norm it also loads
-// the head's other ones. The first ones are loaded apart.
-template <int D>
-struct Rotation {
-    static constexpr int UNITS = D / 64;
-    HeadPair pair, others[UNITS > 1 ? UNITS - 1 : 1];
-    Two weights;
-    static __device__ __forceinline__ int element(int unit) {
-        return unit / UNITS * D + unit % UNITS * WARP + Place().lane;
-    }
-    // Of one of the head's other units.
-    static __device__ __forceinline__ int other(int unit, int i) {
-        return element(unit - unit % UNITS + (unit + 1 + i) % UNITS);
-    }
-    // Units of the queries, and behind them those of a key.
-    static __device__ __forceinline__ int count(const amk_step_t& step) {
-        return (&step)[-1].out_numel / 64 + (step.flags & FW_STEP_APPENDS ? UNITS : 0);
-    }
-    // The ROPE that a unit belongs to, of which it then is unit `unit`.
-    static __device__ __forceinline__ const amk_step_t& rope_of(Vm vm, const amk_step_t& step, int& unit) {
-        const amk_step_t& queries = (&step)[-1];
-        if (unit < queries.out_numel / 64) return queries;
-        unit -= queries.out_numel / 64;
-        return vm.task()->steps[step.as.attention.key_rope];
-    }
-    // Where its turned heads go: those of a key into the row of the KV_APPEND behind it.
-    static __device__ __forceinline__ element_t* target(Vm vm, const amk_step_t& step, const amk_step_t& rope) {
-        const int is_key = &rope != &step - 1;
-        const amk_step_t& last = (&rope)[is_key];
-        return reinterpret_cast<element_t*>(vm.out(last).ptr) + is_key * vm.pos(last) * D;
-    }
-    __device__ __forceinline__ void load(Vm vm, const amk_step_t& step, int unit) {
-        const amk_step_t& rope = rope_of(vm, step, unit);
-        const amk_step_t* norm = norm_before(vm, rope);
-        pair.load(vm, norm ? *norm : rope, element(unit), D);
-        if (!norm) return;
-        weights = norm_weights(vm, *norm, element(unit) % D, D / 2);
-#pragma unroll
-        for (int i = 0; i < UNITS - 1; i++) others[i].load(vm, *norm, other(unit, i), D);
-    }
-    __device__ __forceinline__ void finish(Vm vm, const amk_step_t& step) {
-        const int units = count(step);
-#pragma unroll 1
-        for (int next = Place().warp; next < units;) {
-            int unit = next;
-            const amk_step_t& rope = rope_of(vm, step, unit);
-            const amk_step_t* norm = norm_before(vm, rope);
-            Turns<1> turns;  // registers are what Rows are made of: none before this is due
-            turns.load(vm, rope, element(unit) % D);
-            turns.make();
-            element_t* const turned = target(vm, step, rope) + element(unit);
-            pair.settle(vm, norm ? *norm : rope, element(unit), D);
-            if (norm) {
-                float squares = pair.squares();
-#pragma unroll
-                for (int i = 0; i < UNITS - 1; i++) {
-                    others[i].settle(vm, *norm, other(unit, i), D);
-                    squares += others[i].squares();
-                }
-                pair.norm(norm_scale<D>(squares, norm->params.eps), weights);
-            }
-            pair.rotate_by(turns.turn[0]);
-            turned[0] = pair.low;
-            turned[D / 2] = pair.high;
-            next += VECTOR_WARPS;
-            if (next < units) load(vm, step, next);
-        }
-        vm.sync();
-        vm.stamp(FW_STAMP_READY);
-    }
-};
-
-// The value of the row that a step appends, by its last warp.
-template <int D> __device__ __forceinline__ void append_value(Vm vm, const amk_step_t& step) {
-    if (Place().warp < VECTOR_WARPS - 1) return;
-    const amk_step_t& append = vm.task()->steps[step.as.attention.value];
-    const Source source(vm, append);
-    HeadValues<D / 64> values;
-    do {
-        values.load(source.first);
-    } while (source.awaited && values.absent() && vm.again());
-    values.store(reinterpret_cast<element_t*>(vm.out(append).ptr) + vm.pos(append) * D);
-}
 
 // Up to eight query heads of one KV head from `head` on, 16 rows a warp at a time; the next head. What a warp multiplies
 // first is under way before it waits for anything, and before the queries are turned and a row is appended, where that is left

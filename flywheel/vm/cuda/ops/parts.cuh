@@ -52,7 +52,7 @@ template <int D> struct MergedTo {
 // As `merge` below, of heads of D, where every warp has stats. `first_part` is the first warp's in shared memory. What can be
 // known before the other warps are there is made before that.
 template <int D> __device__ __forceinline__ void merge_pairs(Vm vm, const Parts& parts, uint32_t first_part, const MergedTo<D>& to) {
-    constexpr int UNITS = D / (2 * WARP), ALL = VECTOR_WARPS, AHEAD = ALL < 8 ? ALL : 8, STATS_BYTES = ALL * sizeof(float2);
+    constexpr int UNITS = D / (2 * WARP), ALL = VECTOR_WARPS, AHEAD = ALL < 8 ? ALL : 8;
     int unit = vm.warp(), head = unit / UNITS, pair = unit % UNITS * WARP + vm.lane();
     const int apart = parts.heads * parts.pitch * static_cast<int>(sizeof(float)), most = (parts.warps - 1) * apart;
     uint32_t stats = shared_address(Parts::stats(vm, head));

@@ -1,0 +1,73 @@
+// Rows of the caches on their way to an attention's tensor cores: which heads and rows a step sees, and 16 of its rows in registers.
+#pragma once
+
+#include "../warp.cuh"
+
+#if FW_DTYPE != AMK_DTYPE_F32
+
+// Query heads of one KV head: from `first` on, up to `most`.
+struct Heads {
+    int first, count, kv_head;
+    __device__ __forceinline__ Heads(const amk_step_t& step, int its_first, int most)
+        : first(its_first), count(step.params.n_heads - first), kv_head(0) {
+        if (step.params.n_kv_heads > 1) {
+            const int group = step.params.n_heads / step.params.n_kv_heads;
+            kv_head = first / group;
+            count = (kv_head + 1) * group - first;
+        }
+        count = min(count, most);
+    }
+};
+
+// The rows of a cache that a step sees, in elements; of an empty window the first row of all, so that there is one to load.
+struct Window {
+    int start, last, pitch;
+    __device__ __forceinline__ Window(Vm vm, const amk_step_t& step)
+        : start(vm.kv_len(step) > 0 ? vm.kv_start(step) : 0),
+          last(max(vm.kv_len(step) - 1, 0)),
+          pitch(step.params.n_kv_heads * step.params.head_dim) {}
+    __device__ __forceinline__ const element_t* row(const Operand& cache, int column) const {
+        return reinterpret_cast<const element_t*>(cache.ptr) + start * pitch + column;
+    }
+};
+
+// 16 rows of K and V as a warp multiplies them, head_dim D = 64 or 128. Which d a fragment column means is free: each lane
+// takes 16 bytes of a row at a time.
+template <int D>
+struct Rows {
+    static constexpr int COUNT = 16, CHUNKS = D / 32, SLICES = D / 64;
+    // Of V, with the keys; others once there are registers, of which ptxas leaves more on Hopper.
+    static constexpr int AHEAD = FW_THREADS <= 320 ? SLICES : __CUDA_ARCH__ == 900 || SLICES == 1 ? 1 : 0;
+    uint4 k[2][CHUNKS], v[4][SLICES];
+
+    // Row `first` of the window and those behind it; behind the last one that again.
+    __device__ __forceinline__ Rows(Vm vm, const amk_step_t& step, int kv_head, int first) {
+        load_keys(vm, step, kv_head, first);
+        load_values(vm, step, kv_head, first, 0, AHEAD);
+    }
+    __device__ __forceinline__ void load_keys(Vm vm, const amk_step_t& step, int kv_head, int first) {
+        const Place place;
+        const Window window(vm, step);
+        const element_t* keys = window.row(vm.arg(step, 1), kv_head * D + place.lane % 4 * 8);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const element_t* key = keys + min(first + 8 * i + place.lane / 4, window.last) * window.pitch;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) k[i][c] = *reinterpret_cast<const uint4*>(key + c * 32);
+        }
+    }
+    // Slices from `slice` to before `end` of the same rows.
+    __device__ __forceinline__ void load_values(Vm vm, const amk_step_t& step, int kv_head, int first, int slice, int end) {
+        const Place place;
+        const Window window(vm, step);
+        const element_t* values = window.row(vm.arg(step, 2), kv_head * D + place.lane / 4 * 8);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const element_t* value = values + min(first + place.lane % 4 * 2 + i % 2 + i / 2 * 8, window.last) * window.pitch;
+#pragma unroll
+            for (int s = slice; s < end; s++) v[i][s] = *reinterpret_cast<const uint4*>(value + s * 64);
+        }
+    }
+};
+
+#endif
