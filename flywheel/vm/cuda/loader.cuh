@@ -3,6 +3,12 @@
 
 #include "vm.cuh"
 
+// Chunks under way until the ring is full for the first time. More of them keep the memory so busy that the first tasks, their
+// operands and their code, all of which come from it, arrive microseconds later.
+#ifndef AT_FIRST
+#define AT_FIRST 1
+#endif
+
 // Bulk copies that are under way must land before the block may end.
 __device__ __forceinline__ void drain(const Ring& ring, RingPlace place, int issued) {
     const int pending = min(issued, ring.n_slots);
@@ -55,12 +61,21 @@ __device__ __noinline__ void run_loader() {
         waited.end();
         const uint32_t block_bytes = bytes_of_block(segment);
         const int total = segment.row_blocks * segment.row_chunks;
-        int row_block = mine / segment.row_chunks, piece = mine - row_block * segment.row_chunks;
+        int row_block = 0, piece = 0;
+        const auto wrap = [&](int& its_piece, int& its_row_block) {
+            while (its_piece >= segment.row_chunks) {
+                its_piece -= segment.row_chunks;
+                its_row_block++;
+            }
+        };
+        int count;
 #pragma unroll 1
-        for (int first = 0; first < total; first += lanes) {
-            const int count = min(lanes, total - first);
+        for (int first = 0; first < total; first += count) {
+            const bool begins = issued < ring.n_slots;
+            count = min(begins ? 1 : lanes, total - first);
             const bool fills = FW_RING_ARRIVALS == WARP || lane < count;
-            const RingPlace to = place.behind(mine, ring.n_slots), before = landed.behind(mine, ring.n_slots);
+            const RingPlace to = place.behind(mine, ring.n_slots);
+            const RingPlace before = begins && issued >= AT_FIRST ? RingPlace{issued - AT_FIRST, 0} : landed.behind(mine, ring.n_slots);
             waited.begin();
             const bool emptied = !fills || ring.wait_empty(to, &block.aborted);
             waited.end();
@@ -68,19 +83,18 @@ __device__ __noinline__ void run_loader() {
                 return drain(ring, place, issued);
             }
             if (fills) {
-                const int k = piece * segment.chunk_kblocks;
+                int its_piece = piece + mine, its_row_block = row_block;
+                wrap(its_piece, its_row_block);
+                const int k = its_piece * segment.chunk_kblocks;
                 const uint32_t bytes = min(segment.chunk_kblocks, segment.kblocks - k) * block_bytes;
                 ring.fill(to, reinterpret_cast<const char*>(segment.src) +
-                                  static_cast<long long>(row_block) * segment.row_stride + k * block_bytes, bytes, lane);
+                                  static_cast<long long>(its_row_block) * segment.row_stride + k * block_bytes, bytes, lane);
             }
             place.advance(count, ring.n_slots);
             landed.advance(count, ring.n_slots);
             issued += count;
-            piece += lanes;
-            while (piece >= segment.row_chunks) {
-                piece -= segment.row_chunks;
-                row_block++;
-            }
+            piece += count;
+            wrap(piece, row_block);
         }
     }
     waited.tell(block, FW_ANCHOR_STALLED);

@@ -36,7 +36,7 @@ from flywheel.vm.pack.instructions import (
     weight_layouts,
 )
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
-from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, tile_of
+from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, spread_chunks, tile_of
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
 
 Table = npt.NDArray[np.void]
@@ -165,6 +165,7 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
     )
     _check_tiles(program.tasks, instructions, steps, entries)
     kinds = blocks_of(coded, fragment_bytes(dtype), len(program.buffers))
+    steps = spread_chunks(instructions, steps, entries, kinds, variant)
     segments, segment_buffers, streams = segments_of(
         instructions, queues, steps, buffers, entries, kinds, variant, pass_blocks
     )

@@ -26,6 +26,9 @@ from flywheel.vm.abi import (
 
 SEGMENT: Final = numpy_struct("amk_segment_t")
 
+CHUNK_UNITS: Final = 0.5
+"""What a chunk costs a warp besides its units, in units (results/gpu/h100/latency.txt, part 3)."""
+
 Rows = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
 
@@ -60,12 +63,39 @@ def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> t
     return values[0], values[1]
 
 
-def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, Any]:
+def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int, wanted: Any = 1) -> tuple[Any, Any]:
     """(fragments of a chunk, chunks of a row block) for `kblocks` fragments. Chunks are of nearly equal size, at most
-    `chunk_bytes`. A fragment is no larger than that."""
-    least = -(-kblocks // (chunk_bytes // fragment_bytes))
+    `chunk_bytes`, and at least about `wanted`. A fragment is no larger than that."""
+    least = np.maximum(-(-kblocks // (chunk_bytes // fragment_bytes)), wanted)
     chunk_kblocks = -(-kblocks // least)
     return chunk_kblocks, -(-kblocks // chunk_kblocks)
+
+
+def spread_chunks(instructions: Rows, steps: Rows, entries: tuple[Ints, Ints], kinds: Rows, variant: KernelVariant) -> Rows:
+    """The steps, where quantised matrices of short tiles come in smaller chunks.
+
+    A group of warps multiplies whole chunks. So large chunks leave groups without work if a tile has few row blocks. Each
+    product gets the number of chunks at which its highest tile takes the least time. Operands in slices keep theirs.
+    """
+    instruction, step = entries
+    n_off, n_tile = tile_of(instructions, steps, instruction, step)
+    row_blocks = np.zeros(len(steps), np.int64)
+    np.maximum.at(row_blocks, step, -(-(n_off + n_tile) // FRAGMENT_ROWS) - n_off // FRAGMENT_ROWS)
+    weights = instructions["inputs"][instruction, steps["args"][step, 1]]
+    spread = steps.copy()
+    for row in np.unique(step[kinds["format"][weights] > 0]):
+        product = spread[row]["as"]["product"]
+        depth = int(steps[row]["params"]["K"])
+        if product["kblocks"] * FRAGMENT_K < depth:
+            continue
+        units, least, blocks = -(-depth // UNIT_K), int(product["row_chunks"]), int(row_blocks[row])
+
+        def time(chunks: int, units: int = units, blocks: int = blocks) -> float:
+            rounds = -(-blocks * chunks // variant.chunk_groups)
+            return rounds * (-(-units // chunks) / variant.chunk_warps + CHUNK_UNITS)
+
+        product["row_chunks"] = chunking(units, 1, units, min(range(least, units + 1), key=time))[1]
+    return spread
 
 
 def blocks_of(coded: Mapping[int, Coded], fragment_bytes: int, buffers: int) -> Rows:
@@ -139,7 +169,8 @@ def segments_of(
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
     segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - pass_ * pass_blocks)
     segments["row_stride"], segments["kblocks"], segments["rows"] = row_stride, kblocks, rows
-    segments["chunk_kblocks"], segments["row_chunks"] = chunking(kblocks, nbytes, variant.chunk_bytes)
+    wanted = np.where(slices > 1, 1, steps["as"]["product"]["row_chunks"][step])
+    segments["chunk_kblocks"], segments["row_chunks"] = chunking(kblocks, nbytes, variant.chunk_bytes, wanted)
     for name, value in (
         ("slice_chunks", segments["row_chunks"]),
         ("row_chunks", segments["row_chunks"] * slices),
