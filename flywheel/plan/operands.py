@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from flywheel.ir import DType, InstructionKind
 from flywheel.plan.formats import Code
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
 from flywheel.plan.step import RESULT_REF, Form, Step, look, x_rows
+
+
+class Held(Enum):
+    """How an operand lies in the staging area."""
+
+    ELEMENTS = auto()
+    DIGITS = auto()
+    """One row, as products of int4 take it."""
+    HALVES = auto()
+    """One row of BF16 as F16, as products of F8E4M3 take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +28,7 @@ class Staging:
     `end`.
 
     With `in_place`, the step that makes the operand writes it there. With `scaled_later`, that step is a norm, and the
-    products apply its rows' scales. With `digits`, the matrices are int4, and the operand's only row is staged as
-    digits.
+    products apply its rows' scales.
     """
 
     ref: int
@@ -28,7 +38,7 @@ class Staging:
     end: int
     in_place: bool
     scaled_later: bool
-    digits: bool
+    held: Held
 
 
 def stagings_of(steps: Sequence[Step], form: Form) -> tuple[Staging, ...]:
@@ -49,11 +59,11 @@ def _runs(steps: Sequence[Step], form: Form) -> list[tuple[int, ...]]:
     """Runs of matrix steps; each multiplies one staged operand."""
     reuse = not any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     runs: list[tuple[int, ...]] = []
-    last: tuple[object, ...] | None = None  # ref and K of the operand of the last run, and whether it is digits
+    last: tuple[object, ...] | None = None  # ref and K of the operand of the last run, and how it is held
     for index, step in enumerate(steps):
         if step.matrix:
             x = step.args[0]
-            operand = x, step.params["K"], _takes_digits(step, steps, form)
+            operand = x, step.params["K"], _held(step, steps, form)
             stays = not step.streams and not (x < RESULT_REF and form.written[x] is not None)
             if reuse and stays and operand == last:
                 runs[-1] = (*runs[-1], index)
@@ -79,12 +89,12 @@ def _staging(
     stride = operand_stride(rows, first.depth if first.streams else first.params["K"])
     nbytes = value.dtype.nbytes(rows * stride * (first.beside if first.streams else 1))
     norms = made >= 0 and _norms_alone(steps, made, members)
-    digits = _takes_digits(first, steps, form)
+    held = _held(first, steps, form)
     in_place = (
         made >= free_from
         and first.depth % FRAGMENT_K == 0
         and (rows == 1 or norms)
-        and (not digits or _multiplied_alone(steps, made, members))
+        and (held is Held.ELEMENTS or _multiplied_alone(steps, made, members))
         and all(each.op is not InstructionKind.ATTENTION_TILE for each in steps[made + 1 : members[0]])
         and (until is None or max(last, last_uses(steps)[made]) < until)
     )
@@ -92,12 +102,17 @@ def _staging(
         last = max(last, last_uses(steps)[made])
     end = len(steps) if until is None else last
     later = in_place and norms and value.dtype is DType.BF16  # unscaled values may exceed F16
-    return Staging(x, members, nbytes, made if in_place else members[0], end, in_place, later, digits)
+    return Staging(x, members, nbytes, made if in_place else members[0], end, in_place, later, held)
 
 
-def _takes_digits(step: Step, steps: Sequence[Step], form: Form) -> bool:
-    """Whether a matrix step multiplies int4 codes by one row."""
-    return step.coded is not None and step.coded.coding.code is Code.I4 and x_rows(step, steps, form) == 1
+def _held(step: Step, steps: Sequence[Step], form: Form) -> Held:
+    """How a matrix step takes its operand."""
+    if step.coded is None or x_rows(step, steps, form) != 1:
+        return Held.ELEMENTS
+    if step.coded.coding.code is Code.I4:
+        return Held.DIGITS
+    halves = step.coded.coding.code is Code.F8 and look(step.args[0], steps, form).dtype is DType.BF16
+    return Held.HALVES if halves else Held.ELEMENTS
 
 
 def _multiplied_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:

@@ -110,7 +110,7 @@ def _shared_operands(
     if formula is None:
         return None, None
     first = staging.steps[0]
-    layout = (steps[first].params["K"], look(staging.ref, steps, form).dtype, staging.scaled_later, staging.digits)
+    layout = (steps[first].params["K"], look(staging.ref, steps, form).dtype, staging.scaled_later, staging.held)
     value = StagedValue((formula, layout), tuple(inputs))
     return (value if _is_for_operand_alone(steps, staging.ref, first) else None), value
 

@@ -111,6 +111,8 @@ class StepFlag(IntFlag):
     """A matrix step whose products are multiplied by the scales of a norm with LEAVES_SCALE, at their end."""
     DIGITS = 16777216
     """A matrix step of I4 that stages its operand, one row, as digits; or the step that makes that operand."""
+    HALVES = 33554432
+    """The same of F8E4M3 in a program of BF16, whose operand becomes F16."""
 
 
 class SegmentFlag(IntFlag):

@@ -138,6 +138,27 @@ template <typename Half> inline uint32_t emulated_max(uint32_t a, uint32_t b) {
 inline void ptx_max_nan_bf16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedBf16>(a, b); }
 inline void ptx_max_nan_f16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedF16>(a, b); }
 inline void ptx_from_f16(float& to, unsigned short from) { to = EmulatedF16::to_float(from); }
+inline float emulated_e4m3(uint32_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float size = (code & 127) == 127 ? NAN : exponent ? ldexpf(1 + mantissa / 8.0f, exponent - 7) : ldexpf(mantissa / 8.0f, -6);
+    return code & 128 ? -size : size;
+}
+inline void ptx_from_e4m3(uint32_t& first, uint32_t& second, uint32_t codes) {
+    const auto pair = [&](int at) {
+        return emulated_pair<EmulatedF16>(emulated_e4m3(codes >> (at + 8) & 255), emulated_e4m3(codes >> at & 255));
+    };
+    first = pair(0), second = pair(16);
+}
+// Of the bytes of `from` and four zeros, or where a selector has an 8 of their signs.
+inline void ptx_pick_bytes(uint32_t& to, uint32_t from, uint32_t selectors) {
+    uint32_t picked = 0;
+    for (int i = 0; i < 4; i++) {
+        const int selector = selectors >> i * 4 & 15;
+        const uint32_t byte = selector & 4 ? 0 : from >> (selector & 3) * 8 & 255;
+        picked |= (selector & 8 ? (byte & 128 ? 255u : 0u) : byte) << i * 8;
+    }
+    to = picked;
+}
 
 // m16n8k16: of lane 4g + t the words of A are rows g and g + 8 at columns 2t, 2t + 1, then the same at 2t + 8, 2t + 9; those of
 // B rows 2t, 2t + 1 and 2t + 8, 2t + 9 of column g; of C rows g, g, g + 8, g + 8 at columns 2t, 2t + 1.

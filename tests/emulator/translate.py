@@ -75,6 +75,9 @@ CALLS: Final[Mapping[str, str]] = {
     "fma.rn.bf16x2 %0, %1, %2, %3;": "fma_bf16x2",
     "fma.rn.f16x2 %0, %1, %2, %3;": "fma_f16x2",
     "cvt.f32.f16 %0, %1;": "from_f16",
+    "{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }":
+        "from_e4m3",
+    "prmt.b32 %0, %1, 0, %2;": "pick_bytes",
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 " + _FRAGMENTS: "mma_bf16",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + _FRAGMENTS: "mma_f16",
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 " + _FRAGMENTS: "mma_s8",

@@ -81,7 +81,7 @@ struct Block {
     uint64_t task_free[TASK_SLOTS];
     alignas(16) float reduce[2][WARP];
 #ifdef FW_FORMATS
-    uint8_t x_scales[FW_MAX_X_SCALES];  // of the staged operand, where it is digits: exponents of floats (digits.cuh)
+    uint8_t x_scales[FW_MAX_X_SCALES];  // of the staged operand, where blocks of it have one: exponents of floats (digits.cuh)
 #endif
     float nothing;  // a negative zero: no value changes when it is added
     float scales[FW_MAX_ROWS];  // what products with those rows are multiplied by, until the next such norm

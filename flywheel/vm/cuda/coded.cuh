@@ -1,6 +1,6 @@
 // Products of quantised weights: codes and their scales from the ring (coding.cuh) times the staged operand.
 //
-// One row of x is multiplied by I4 as digits, byte by byte (digits.cuh). Otherwise codes become halves in registers.
+// One row of x is multiplied by I4 as digits, byte by byte, and BF16 x by E4M3 as F16 (digits.cuh). Codes become halves in registers.
 // Source: docs/vm.md, "Quantised weights".
 #pragma once
 
@@ -60,17 +60,18 @@ template <int FORMAT> struct CodedProduct {
 
     // Fragments of a step, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`. The two
     // of a group have those of three others between them, so that one sum need not wait for the other.
-    template <typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, uint32_t odd_codes, Take take) {
+    template <bool TO_F16, typename Take>
+    __device__ __forceinline__ void each_fragment(uint32_t from, uint32_t odd_codes, Take take) {
 #pragma unroll
         for (int i = 0; i < C::LOADS; i += C::DEPTH) {
             uint32_t a[C::DEPTH][4][2 * C::DEPTH];
 #pragma unroll
             for (int load = 0; load < C::DEPTH; load++) {
                 const uint4 q = codes[i + load];
-                decode<C::CODE>(q.x, odd_codes, a[load][0]);
-                decode<C::CODE>(q.y, odd_codes, a[load][1]);
-                decode<C::CODE>(q.z, odd_codes, a[load][2]);
-                decode<C::CODE>(q.w, odd_codes, a[load][3]);
+                decode<C::CODE, TO_F16>(q.x, odd_codes, a[load][0]);
+                decode<C::CODE, TO_F16>(q.y, odd_codes, a[load][1]);
+                decode<C::CODE, TO_F16>(q.z, odd_codes, a[load][2]);
+                decode<C::CODE, TO_F16>(q.w, odd_codes, a[load][3]);
                 codes[i + load] = load_shared16(from + (i + load) * 512);
             }
 #pragma unroll
@@ -82,7 +83,13 @@ template <int FORMAT> struct CodedProduct {
     }
     // A step of one row, by columns `x` of x.
     __device__ __forceinline__ void multiply_one(const uint2& x, uint32_t from) {
-        each_fragment(from, ODD_CODES, [&](int group, int which, const uint4& a) { mma(acc[group], a, x); });
+        each_fragment<true>(from, ODD_CODES, [&](int group, int which, const uint4& a) {
+            if constexpr (C::HALVES) {
+                mma_f16(acc[group], a, x);
+            } else {
+                mma(acc[group], a, x);
+            }
+        });
         if (C::TOO_LARGE > 0) {
             constexpr uint32_t A = C::word(0x8000 | C::TOO_LARGE);
             mma(off[0], {A, A, A, A}, x);
@@ -121,7 +128,7 @@ template <int FORMAT> struct CodedProduct {
     // of others are 0: any x will do.
     template <bool WHOLE>
     __device__ __forceinline__ void multiply_rows(uint32_t x, int step, int groups, uint32_t zeros, uint32_t odd_codes, uint32_t from) {
-        each_fragment(from, odd_codes, [&](int group, int which, const uint4& codes) {
+        each_fragment<!C::BF16>(from, odd_codes, [&](int group, int which, const uint4& codes) {
             const uint32_t at = x + (C::DIGITS ? step * 2 + which : step ^ (group & 3)) * FRAGMENT_X_BYTES;
             const uint2 columns = load_shared8(at + (WHOLE ? group : min(group, groups - 1)) * GROUP_X_BYTES);
             float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
@@ -154,10 +161,16 @@ template <int FORMAT> struct CodedProduct {
             for (int i = 0; i < 4; i++) own[i] += off[0][i];
         }
     }
-    // The sums of a unit, of which its scales lie at `scales`.
-    __device__ __forceinline__ void scale_one(uint32_t scales, int lane) {
+    // The sums of a unit, of which its scales lie at `scales`, and where x of its `groups` begins at `x`.
+    __device__ __forceinline__ void scale_one(uint32_t scales, uint32_t x, int groups, int lane) {
         float own[4];
         own_sums(lane & 3, scales + C::SCALE_BYTES + lane * 8, own);
+        if (C::HALVES) {
+            const int first = 2 * (lane & 3);  // both groups of a lane are in one block
+            const float scale = block_scale(x + (first < groups ? first * GROUP_X_BYTES : 0));
+#pragma unroll
+            for (float& sum : own) sum *= scale;
+        }
         add_scaled(own, scales, lane);
     }
     __device__ __forceinline__ void add_scaled(const float (&own)[4], uint32_t scales, int lane) {
@@ -194,8 +207,8 @@ template <int FORMAT> struct CodedProduct {
     // As scale_one, where x of the unit's `groups` begins at `x`.
     __device__ __forceinline__ void scale_digits(uint32_t scales, uint32_t x, int groups, int lane) {
         const int t = lane & 3;
-        const float lower = digit_scale(x + (t < groups ? t * GROUP_X_BYTES : 0));
-        const float upper = digit_scale(x + (t + 4 < groups ? (t + 4) * GROUP_X_BYTES : 0));
+        const float lower = block_scale(x + (t < groups ? t * GROUP_X_BYTES : 0));
+        const float upper = block_scale(x + (t + 4 < groups ? (t + 4) * GROUP_X_BYTES : 0));
         const uint2 zeros = C::HAS_ZEROS ? load_shared8(scales + C::SCALE_BYTES + lane * 8) : uint2{0, 0};
         float own[4] = {lower * sum_of_digits(0, t, 0, zeros.x & 0xffff), upper * sum_of_digits(4, t, 0, zeros.x >> 16),
                         lower * sum_of_digits(0, t, 2, zeros.y & 0xffff), upper * sum_of_digits(4, t, 2, zeros.y >> 16)};
@@ -233,7 +246,7 @@ template <int FORMAT> struct CodedProduct {
         ready();
         uint2 next = load_shared8(first);
         const auto advance = [&] {
-            const uint2 columns = enlarged(next);
+            const uint2 columns = C::HALVES ? next : enlarged(next);
             step++;
             a += C::STEP_BYTES;
             next = load_shared8((x + step * FRAGMENT_X_BYTES) ^ swizzle);
@@ -245,7 +258,7 @@ template <int FORMAT> struct CodedProduct {
             advance();
         }
         if (count > 1) advance();
-        const uint2 columns = enlarged(next);
+        const uint2 columns = C::HALVES ? next : enlarged(next);
         const uint32_t from = then();
         a = from != 0 ? from : a;
         multiply_one(columns, a);
@@ -325,7 +338,7 @@ template <int FORMAT> struct CodedProduct {
         while (true) {
             const int count = min(left, C::STEPS - step);
             left -= count;
-            if (digits || C::SCALED) clear_sums(digits ? NO_DIGITS : 0.0f);
+            if (digits || C::SCALED || (one_row && C::HALVES)) clear_sums(digits ? NO_DIGITS : 0.0f);
             const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
             if (digits) {
                 a = add_digits(a, unit_x, groups, lane, step, count, ready, then);
@@ -337,7 +350,7 @@ template <int FORMAT> struct CodedProduct {
                 a = add_rows<false>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             }
             if (digits) scale_digits(scales, unit_x, groups, lane);
-            if (C::SCALED && one_row && !digits) scale_one(scales, lane);
+            if ((C::SCALED || C::HALVES) && one_row && !digits) scale_one(scales, unit_x, groups, lane);
             if (C::SCALED && !one_row) scale_rows(scales, lane);
             if (left == 0) break;
             step = 0;
@@ -349,12 +362,7 @@ template <int FORMAT> struct CodedProduct {
     __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
         const int row = lane >> 2, quarter = lane & 3;
         if (rows == 1) {
-            if (!C::SCALED && !C::DIGITS) {
-                float own[4];
-                own_sums(quarter, 0, own);
-                total[0] = own[0] + own[1];
-                total[1] = own[2] + own[3];
-            }
+            if (!C::SCALED && !C::DIGITS && !C::HALVES) scale_one(0, 0, 0, lane);
             float sum = quarter & 2 ? total[1] : total[0];
             sum += __shfl_xor_sync(~0u, quarter & 2 ? total[0] : total[1], 2);
             sum += __shfl_xor_sync(~0u, sum, 1);

@@ -5,9 +5,10 @@
 // meet in no bank; of I4 the two fragments of 32 columns of each group. A 16-byte load has those of two groups. Register r of a
 // fragment is in word r of the load.
 //
-// No code takes arithmetic to become a half: the bits of an integer are a half's as they are, a very small one's, and those of an
-// E4M3 float are a half's with another exponent. BF16 x is multiplied by 2^100 for that, and each sum by UNDO. I8 are stored as
-// unsigned, 128 too large, and I4 of even groups 8 too large: a product of x with that comes off again.
+// No integer takes arithmetic to become a half: its bits are a half's as they are, a very small one's. BF16 x is multiplied by
+// 2^100 for that, and each sum by UNDO. I8 are stored as unsigned, 128 too large, and I4 of even groups 8 too large: a product of x
+// with that comes off again. E4M3 floats become F16 by an instruction. Several rows of BF16 take them as BF16 instead, whose bits
+// are theirs with another exponent; of one row x becomes F16 too (digits.cuh).
 // Source: docs/vm.md, "Quantised weights".
 #pragma once
 
@@ -32,7 +33,8 @@ template <int FORMAT> struct Coding {
     static constexpr bool BF16 = FW_DTYPE == AMK_DTYPE_BF16;
     static constexpr int TOO_LARGE = HAS_ZEROS ? 0 : CODE == FW_CODE_I4 ? 8 : CODE == FW_CODE_I8 ? 128 : 0;
     static constexpr float ODD = CODE == FW_CODE_I4 ? 1.0f / 16 : 1.0f;  // what fragments of odd groups are to be multiplied by
-    static constexpr float UNDO = CODE == FW_CODE_F8 ? (BF16 ? 0x1p20f : 0x1p8f) : (BF16 ? 0x1p33f : 0x1p24f);
+    static constexpr bool HALVES = CODE == FW_CODE_F8 && BF16;      // multiply those of one row
+    static constexpr float UNDO = CODE == FW_CODE_F8 ? 1.0f : BF16 ? 0x1p33f : 0x1p24f;
     // What digits are added up by, for what codes are too large by and for zero points, which are stored as much too large.
     static constexpr int SUMMED = 8;
     // What x is added up by for zero points, as a half, and one over it: not the least there is, since sums of such small numbers
@@ -42,7 +44,7 @@ template <int FORMAT> struct Coding {
     // Of several rows, integers become normal halves, of which one is 1 / UNDO_ROWS, less what they are too large by.
     static constexpr bool SUBTRACTS = HAS_ZEROS || TOO_LARGE > 0;
     static constexpr int RAISE = BF16 ? 0x7f00 : 0x7800;  // 2^127, 2^15
-    static constexpr float UNDO_ROWS = !SUBTRACTS ? UNDO : BF16 ? 0x1p6f : 0x1p9f;
+    static constexpr float UNDO_ROWS = HALVES ? 0x1p20f : !SUBTRACTS ? UNDO : BF16 ? 0x1p6f : 0x1p9f;
     __device__ static constexpr int minus(bool odd) {  // a power of two
         const int exponent = (TOO_LARGE == 8 ? 3 : 7) + (odd ? 4 : 0);
         return 0x8000 | (BF16 ? exponent - 6 + 127 << 7 : exponent - 9 + 15 << 10);
@@ -56,9 +58,37 @@ template <int FORMAT> struct Coding {
 // The codes of odd groups in a word of I4.
 constexpr uint32_t ODD_CODES = 0x00f000f0;
 
-// Register r of the fragments of a load, from its word r: as integers without a sign, 8 or 128 too large, or as small floats. Of
-// I4, those of the odd group are 16 times too large. `odd_codes` are ODD_CODES.
-template <int CODE>
+// Four E4M3 floats, as two pairs of F16.
+__device__ __forceinline__ void e4m3_to_f16(uint32_t q, uint32_t& first, uint32_t& second) {
+#if __CUDA_ARCH__ >= 890
+    asm("{ .reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(first), "=r"(second)
+        : "r"(q));
+#else
+    const auto pair = [](uint32_t bytes) {  // in the upper byte of each half; their bits are those of floats 2^8 times smaller
+        const uint32_t smaller = (bytes & 0x80008000) | (bytes >> 1 & 0x3f803f80);
+        uint32_t its;
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(its) : "r"(smaller), "r"(0x5c005c00), "r"(0x80008000));
+        return its;
+    };
+    first = pair(__byte_perm(q, 0, 0x1404));
+    second = pair(__byte_perm(q, 0, 0x3424));
+#endif
+}
+
+// Bytes that `selector` names, or where it has an 8 their signs.
+__device__ __forceinline__ uint32_t pick_bytes(uint32_t q, uint32_t selector) {
+    uint32_t picked;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(picked) : "r"(q), "r"(selector));
+    return picked;
+}
+
+// Register r of the fragments of a load, from its word r: integers without a sign, 8 or 128 too large, or floats. Of I4, those of
+// the odd group are 16 times too large. `odd_codes` are ODD_CODES.
+template <int CODE, bool TO_F16>
 __device__ __forceinline__ void decode(uint32_t q, uint32_t odd_codes, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
     if constexpr (CODE == FW_CODE_I4) {
         const uint32_t upper = __byte_perm(q, 0, 0x4341);
@@ -69,12 +99,11 @@ __device__ __forceinline__ void decode(uint32_t q, uint32_t odd_codes, uint32_t 
     } else if constexpr (CODE == FW_CODE_I8) {
         a[0] = q & 0x00ff00ff;
         a[1] = __byte_perm(q, 0, 0x4341);
-    } else if (FW_DTYPE == AMK_DTYPE_BF16) {  // the second float lies around the first: bits 14..12, 11 its sign, 3..0
-        a[0] = q & 0x87f087f0;
-        a[1] = (q << 4 & 0x80f080f0) | (q >> 4 & 0x07000700);
-    } else {  // bit 14 its sign, and 6..0
-        a[0] = q & 0xbf80bf80;
-        a[1] = (q << 7 & 0x3f803f80) | (q << 1 & 0x80008000);
+    } else if constexpr (TO_F16) {
+        e4m3_to_f16(q, a[0], a[1]);
+    } else {  // each code below its sign eight times over
+        a[0] = pick_bytes(q, 0x9180) << 4 & 0x87f087f0;
+        a[1] = pick_bytes(q, 0xb3a2) << 4 & 0x87f087f0;
     }
 }
 

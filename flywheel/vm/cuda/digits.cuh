@@ -1,7 +1,8 @@
-// One row of x as digits, for products of I4: 256 elements share a power of two, which makes integers of them, and each integer
-// is 256 * high + low, two signed bytes. The largest element keeps 14 or 15 bits and the sign, and the others as many as reach as far.
+// One row of x as products of I4 and of E4M3 take it: 256 elements share a power of two. For I4 it makes integers of them, and each
+// integer is 256 * high + low, two signed bytes. The largest element keeps 14 or 15 bits and the sign, and the others as many as
+// reach as far. For E4M3 it brings BF16 into the range of F16, which keeps all bits of elements down to 2^-31 of the largest.
 //
-// A group of 128 elements takes the 256 bytes that it had before: of each 32 elements the high digits and the low ones, 32 bytes
+// As digits, a group of 128 elements takes the 256 bytes that it had before: of each 32 elements the high digits and the low ones, 32 bytes
 // each. Bytes lie as `mma.m16n8k32` takes them from lane t, whose words 0 and 1 are columns 4t, 16 + 4t, 4t + 1, 17 + 4t and the
 // next two of each: the order of codes. Where the 64 bytes and the 32 lie is digit_place, so that neither lanes that read columns of
 // several groups nor those that write a group meet in a bank.
@@ -13,11 +14,15 @@
 #if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
 
 #if FW_ROWS <= 1
-#define FW_DIGITS
+#define FW_RESCALES
 #endif
 
-template <int... FORMATS> constexpr bool any_takes_digits = ((FORMATS % 4 == FW_CODE_I4) || ...);
-constexpr bool TAKES_DIGITS = any_takes_digits<FW_FORMATS>;  // of a kernel without int4 all of this is left out
+// Of a kernel without such formats all of this is left out.
+template <int CODE, int... FORMATS> constexpr bool any_is = ((FORMATS % 4 == CODE) || ...);
+constexpr bool TAKES_DIGITS = any_is<FW_CODE_I4, FW_FORMATS>;
+constexpr bool TAKES_HALVES = FW_DTYPE == AMK_DTYPE_BF16 && any_is<FW_CODE_F8, FW_FORMATS>;
+constexpr bool RESCALES = TAKES_DIGITS || TAKES_HALVES;
+constexpr uint32_t RESCALED = FW_STEP_DIGITS | FW_STEP_HALVES;  // flags of a step
 
 constexpr int X_BLOCK = FW_X_BLOCK, X_BLOCK_BYTES = X_BLOCK * sizeof(element_t);  // elements that share a scale
 
@@ -31,7 +36,7 @@ __device__ __forceinline__ constexpr uint32_t digit_place(int group, int digit, 
 }
 
 // What the 256 elements around a staged byte are to be multiplied by: infinity where one was no number.
-__device__ __forceinline__ float digit_scale(uint32_t address) {
+__device__ __forceinline__ float block_scale(uint32_t address) {
     const uint32_t staging = shared_address(this_block().staging());
     return __uint_as_float(load_shared1(shared_address(this_block().x_scales) + (address - staging) / X_BLOCK_BYTES) << 23);
 }
@@ -50,10 +55,10 @@ __device__ __forceinline__ void multiply_bytes(float (&acc)[4], const uint4& a, 
 
 // A power of two that makes integers of at most 32639, the largest two digits, of elements whose largest bits (without a sign, as
 // the upper half of a word) are `most`; and the exponent of one over it as a float, or 255 where an element is no number.
-struct DigitScale {
+struct BlockScale {
     float up;
     uint32_t down;
-    __device__ __forceinline__ explicit DigitScale(uint32_t most) {
+    __device__ __forceinline__ explicit BlockScale(uint32_t most) {
 #if FW_DTYPE == AMK_DTYPE_F16
         const int exponent = static_cast<int>(most + 0x00080000 >> 26) + 112;
         const bool number = most < 0x7c000000;
@@ -109,7 +114,7 @@ __device__ __noinline__ void make_digits(char* first, int depth, int warp) {
         }
         __syncwarp();  // all of the block is loaded
         const uint32_t sizes = larger_sizes(larger_sizes(a.x, a.y), larger_sizes(b.x, b.y));
-        const DigitScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
+        const BlockScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
         const uint2 even = integers_of(a.x, b.x, scale.up), odd = integers_of(a.y, b.y, scale.up);
         if (inside) {
             store_shared8(high + at, {__byte_perm(even.x, even.y, 0x7632), __byte_perm(odd.x, odd.y, 0x7632)});
@@ -118,6 +123,32 @@ __device__ __noinline__ void make_digits(char* first, int depth, int warp) {
         }
         if (lane == 0) scales[number] = static_cast<uint8_t>(scale.down);
     }
+}
+
+// Makes F16 of staged BF16 in the same way.
+__device__ __noinline__ void make_halves(char* first, int depth, int warp) {
+    Block& block = this_block();
+    const int lane = lane_id();
+    uint8_t* const scales = block.x_scales + (first - block.staging()) / X_BLOCK_BYTES;
+#pragma unroll 1
+    for (int number = warp; number * X_BLOCK < depth; number += VECTOR_WARPS) {
+        const bool inside = number * X_BLOCK + lane * 8 < depth;
+        const uint32_t at = shared_address(first) + number * X_BLOCK_BYTES + lane * 16;
+        const uint4 x = inside ? load_shared16(at) : uint4{0, 0, 0, 0};
+        const uint32_t sizes = larger_sizes(larger_sizes(x.x, x.y), larger_sizes(x.z, x.w));
+        const BlockScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
+        const auto scaled = [&](uint32_t pair) {
+            return floats_to_f16(__uint_as_float(pair << 16) * scale.up, __uint_as_float(pair & 0xffff0000) * scale.up);
+        };
+        if (inside) store_shared16(at, {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)});
+        if (lane == 0) scales[number] = static_cast<uint8_t>(scale.down);
+    }
+}
+
+// As a step's flags say.
+__device__ __forceinline__ void rescale(uint32_t flags, char* first, int depth, int warp) {
+    if (TAKES_DIGITS && flags & FW_STEP_DIGITS) make_digits(first, depth, warp);
+    if (TAKES_HALVES && flags & FW_STEP_HALVES) make_halves(first, depth, warp);
 }
 
 #endif

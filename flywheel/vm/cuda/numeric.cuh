@@ -25,14 +25,19 @@ __device__ __forceinline__ float half_to_float(unsigned short bits) {
 }
 
 // Two at once, the first in the lower half.
-__device__ __forceinline__ uint32_t floats_to_halves(float low, float high) {
+__device__ __forceinline__ uint32_t floats_to_f16(float low, float high) {
     uint32_t bits;
-#if FW_DTYPE == AMK_DTYPE_F16
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#endif
     return bits;
+}
+__device__ __forceinline__ uint32_t floats_to_halves(float low, float high) {
+#if FW_DTYPE == AMK_DTYPE_F16
+    return floats_to_f16(low, high);
+#else
+    uint32_t bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+#endif
 }
 
 // A conversion of one alone would take six times as long.

@@ -46,16 +46,10 @@ struct Quantised {
         if (code == FW_CODE_I8) return (has(row, column) ? codes[i] : 0) ^ 128;
         return (has(row, column) ? codes[i / 2] >> column % 2 * 4 & 15 : 0) ^ (column / 128 % 2 == 0 ? 8 : 0);
     }
-    // The bits of a code in a half of a load's word, that of fragment `e` of the load: `decode` in coding.cuh.
-    __device__ __forceinline__ uint32_t placed(uint32_t its, int e) const {
-        if (code == FW_CODE_I4) return its << e * 4;
-        if (code == FW_CODE_I8) return its << e * 8;
-        const uint32_t sign = its >> 7, rest = its & 127;
-#if FW_DTYPE == AMK_DTYPE_F16
-        return e == 0 ? sign << 15 | rest << 7 : sign << 14 | rest;
-#else
-        return e == 0 ? sign << 15 | rest << 4 : sign << 11 | (rest >> 4) << 12 | (rest & 15);
-#endif
+    // Where in a load's word the code of element `half` of a pair is, that of fragment `e` of the load: `decode` in coding.cuh.
+    __device__ __forceinline__ int shift_of(int e, int half) const {
+        if (code == FW_CODE_F8) return (2 * e + half) * 8;
+        return half * 16 + e * (code == FW_CODE_I4 ? 4 : 8);
     }
     // Word `at` of the codes of a unit at this row and column.
     __device__ __forceinline__ uint32_t code_word(int row, int column, int at) const {
@@ -66,7 +60,7 @@ struct Quantised {
                 const int step = load / 4, its_group = load % 4 * 2 + e % 2;
                 const int fragment = code == FW_CODE_I4 ? step * 2 + e / 2 : step ^ (its_group & 3);
                 const int k = its_group * 128 + fragment * 16 + lane % 4 * 4 + r / 2 * 2 + half;
-                word |= placed(stored(row + lane / 4 + r % 2 * 8, column + k), e) << half * 16;
+                word |= stored(row + lane / 4 + r % 2 * 8, column + k) << shift_of(e, half);
             }
         }
         return word;

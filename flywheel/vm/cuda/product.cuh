@@ -96,15 +96,20 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
     return v;
 }
 
+__device__ __forceinline__ void mma_f16(float (&acc)[4], const uint4& a, const uint2& b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+
 __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2& b) {
 #if FW_DTYPE == AMK_DTYPE_F16
-#define FW_MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    mma_f16(acc, a, b);
 #else
-#define FW_MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 #endif
-    asm(FW_MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
 // Fragments loaded together, as registers allow.

@@ -162,11 +162,11 @@ __device__ __forceinline__ void Vm::await(int ref) const {
     if (operand(ref).layout == FW_LAYOUT_AWAITED) await_operands(*this, 1u << ref);
 }
 
-// Digits of a step's result, the only row of the staged operand, where its products take them.
-__device__ __forceinline__ void make_result_digits(Vm vm, const amk_step_t& step) {
-#ifdef FW_DIGITS
-    if (!TAKES_DIGITS || !(step.flags & FW_STEP_DIGITS)) return;
+// A step's result, the only row of the staged operand, as its products take it.
+__device__ __forceinline__ void rescale_result(Vm vm, const amk_step_t& step) {
+#ifdef FW_RESCALES
+    if (!RESCALES || !(step.flags & RESCALED)) return;
     vm.sync();
-    make_digits(vm.block().staging(), step.out_numel, vm.warp());
+    rescale(step.flags, vm.block().staging(), step.out_numel, vm.warp());
 #endif
 }

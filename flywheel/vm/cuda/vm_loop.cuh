@@ -336,7 +336,7 @@ __device__ __noinline__ void run_vector_warps() {
             more = !(step->flags & FW_STEP_LAST);
             index = block.poll_progress();
             if ((step->flags & (FW_STEP_ANNOUNCES | FW_STEP_LEAVES_SCALE)) == FW_STEP_ANNOUNCES) {
-                make_result_digits(vm, *step);
+                rescale_result(vm, *step);
                 vm.announce(block.stagings);
                 vm.stamp(FW_STAMP_STAGED);
             }

@@ -71,11 +71,14 @@ def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int, wanted: Any = 
     return chunk_kblocks, -(-kblocks // chunk_kblocks)
 
 
-def spread_chunks(instructions: Rows, steps: Rows, entries: tuple[Ints, Ints], kinds: Rows, variant: KernelVariant) -> Rows:
+def spread_chunks(
+    instructions: Rows, steps: Rows, entries: tuple[Ints, Ints], kinds: Rows, variant: KernelVariant
+) -> Rows:
     """The steps, where quantised matrices of short tiles come in smaller chunks.
 
-    A group of warps multiplies whole chunks. So large chunks leave groups without work if a tile has few row blocks. Each
-    product gets the number of chunks at which its highest tile takes the least time. Operands in slices keep theirs.
+    A group of warps multiplies whole chunks. So large chunks leave groups without work if a tile has few row blocks.
+    Each product gets the number of chunks at which its highest tile takes the least time. Operands in slices keep
+    theirs.
     """
     instruction, step = entries
     n_off, n_tile = tile_of(instructions, steps, instruction, step)

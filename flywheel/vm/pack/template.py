@@ -13,7 +13,7 @@ import numpy.typing as npt
 from flywheel.ir import PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import UNIT_K, Scales
-from flywheel.plan.operands import Staging
+from flywheel.plan.operands import Held, Staging
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, adds_columns, look, names_columns, x_rows
@@ -41,6 +41,7 @@ _OPTIONAL: Final = {
     "head_dim": StepFlag.HAS_HEAD_DIM,
     "M_tile": StepFlag.HAS_M_TILE,
 }
+_HELD: Final = {Held.DIGITS: StepFlag.DIGITS, Held.HALVES: StepFlag.HALVES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence
     first, *others = staging.steps
     _flag(table, [first], StepFlag.X_IN_PLACE if staging.in_place else StepFlag.STAGE)
     _flag(table, others, StepFlag.REUSE_X)
-    if staging.digits:
-        _flag(table, [staging.ref - RESULT_REF if staging.in_place else first], StepFlag.DIGITS)
+    if staging.held in _HELD:
+        _flag(table, [staging.ref - RESULT_REF if staging.in_place else first], _HELD[staging.held])
     if staging.in_place:
         maker, rows = staging.ref - RESULT_REF, int(table[first]["as"]["product"]["rows"])
         _flag(table, [maker], StepFlag.ANNOUNCES)

@@ -195,10 +195,10 @@ __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const c
         stage_unscaled(to + group * 16, loaded[0], its);
         sum += squares(loaded[0]);
     }
-#ifdef FW_DIGITS
-    if (TAKES_DIGITS && step.flags & FW_STEP_DIGITS) {
+#ifdef FW_RESCALES
+    if (RESCALES && step.flags & RESCALED) {
         __syncwarp();
-        make_digits(to, step.params.hidden, vm.warp());
+        rescale(step.flags, to, step.params.hidden, vm.warp());
     }
 #endif
     vm.announce(vm.block().stagings);
@@ -320,7 +320,7 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     }
     if (later) {
         if (vm.thread() < rows) vm.block().scales[vm.thread()] = 1.0f;
-        make_result_digits(vm, step);
+        rescale_result(vm, step);
         vm.announce(vm.block().stagings);
         vm.stamp(FW_STAMP_STAGED);
     }

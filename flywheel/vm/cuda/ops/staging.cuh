@@ -155,11 +155,11 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
         } else {
             stage_elements(vm, step, x);
         }
-#ifdef FW_DIGITS
-        if (TAKES_DIGITS && step.flags & FW_STEP_DIGITS) {
+#ifdef FW_RESCALES
+        if (RESCALES && step.flags & RESCALED) {
             if (packed) __syncwarp();
             if (!packed && !named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, true)) break;  // as another warp may have
-            make_digits(reinterpret_cast<char*>(x.staged), x.depth, vm.warp());
+            rescale(step.flags, reinterpret_cast<char*>(x.staged), x.depth, vm.warp());
         }
 #endif
         vm.announce(round);
