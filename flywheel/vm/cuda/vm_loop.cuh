@@ -99,20 +99,11 @@ __device__ __forceinline__ void wait_arrivals(Block& block) {
 }
 #endif
 
-// Calls `meanwhile` once the first words are under way.
-template <typename T, typename Meanwhile>
-__device__ __forceinline__ void copy_words(T* to, const T* from, int count, int lane, Meanwhile meanwhile) {
+template <typename T> __device__ __forceinline__ void copy_words(T* to, const T* from, int count, int lane) {
     static_assert(sizeof(T) % 16 == 0, "copied in 16-byte words");
-    const uint4* const source = reinterpret_cast<const uint4*>(from);
-    uint4* const target = reinterpret_cast<uint4*>(to);
-    const int words = count * static_cast<int>(sizeof(T) / 16);
-    uint4 word = {}, other = {};
-    if (lane < words) word = source[lane];
-    if (lane + WARP < words) other = source[lane + WARP];
-    meanwhile();
-    if (lane < words) target[lane] = word;
-    if (lane + WARP < words) target[lane + WARP] = other;
-    for (int i = lane + 2 * WARP; i < words; i += WARP) target[i] = source[i];
+    for (int i = lane; i < count * static_cast<int>(sizeof(T) / 16); i += WARP) {
+        reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
 }
 
 __device__ __forceinline__ Operand resolve(Block& block, int index) {
@@ -216,17 +207,13 @@ __device__ __forceinline__ char* image(const Block& block, const TaskSlot& task,
 
 __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     const int lane = lane_id();
-    copy_words(&task.instruction, reinterpret_cast<const amk_instruction_t*>(block.program.instructions) + index, 1, lane, [] {});
+    copy_words(&task.instruction, reinterpret_cast<const amk_instruction_t*>(block.program.instructions) + index, 1, lane);
     __syncwarp();
     if (lane == 0) move_to(task.instruction, block.positions);
     const amk_instruction_t& instruction = task.instruction;
-    if (lane < instruction.n_outputs) {  // which `result` asks for, once the steps are there
-        prefetch_l2(reinterpret_cast<const amk_buffer_t*>(block.program.buffers) + instruction.outputs[lane]);
-    }
-    copy_words(task.steps, reinterpret_cast<const amk_step_t*>(block.program.steps) + instruction.first_step, instruction.n_steps,
-               lane, [&] {
-                   if (lane < instruction.n_inputs) task.inputs[lane] = resolve(block, instruction.inputs[lane]);
-               });
+    copy_words(task.steps, reinterpret_cast<const amk_step_t*>(block.program.steps) + instruction.first_step,
+               instruction.n_steps, lane);
+    if (lane < instruction.n_inputs) task.inputs[lane] = resolve(block, instruction.inputs[lane]);
 #ifdef FW_RANKS
     if (lane < FW_MAX_RANKS && peers_of(instruction) >> lane & 1) task.images[lane] = image(block, task, lane);
 #endif
