@@ -94,15 +94,19 @@ __device__ __forceinline__ uint2 integers_of(uint32_t pair, uint32_t later_pair,
     return {__byte_perm(bits[0], bits[2], 0x5140), __byte_perm(bits[1], bits[3], 0x5140)};
 }
 
+// The scales of blocks of the staged operand from `first` on.
+__device__ __forceinline__ uint8_t* block_scales(const char* first) {
+    return this_block().x_scales + (first - this_block().staging()) / X_BLOCK_BYTES;
+}
+
 // Makes digits of `depth` staged elements from `first` on, a multiple of 128; each vector warp of the blocks that it has staged.
 // For all lanes of the vector warps, once their warp's elements are there. One block after the other: several at once took no less
 // time in a whole step (results/gpu/versions.md).
 __device__ __noinline__ void make_digits(char* first, int depth, int warp) {
-    Block& block = this_block();
     const int lane = lane_id(), group = lane >> 4, columns = lane >> 2, t = lane & 3;
     const uint32_t from = shared_address(first) + columns * 64 + t * 8;
     const uint32_t high = shared_address(first) + group * (X_BLOCK_BYTES / 2) + t * 8 + digit_place(group, 0, columns & 3);
-    uint8_t* const scales = block.x_scales + (first - block.staging()) / X_BLOCK_BYTES;
+    uint8_t* const scales = block_scales(first);
 #pragma unroll 1
     for (int number = warp; number * X_BLOCK < depth; number += VECTOR_WARPS) {
         const int at = number * X_BLOCK_BYTES;
@@ -125,23 +129,26 @@ __device__ __noinline__ void make_digits(char* first, int depth, int warp) {
     }
 }
 
-// Makes F16 of staged BF16 in the same way.
+// F16 of BF16, of a block that a warp has in registers, eight elements a lane, and zeros behind the operand. For all lanes.
+__device__ __forceinline__ uint4 to_halves(const uint4& x, uint8_t* scale_of_block) {
+    const uint32_t sizes = larger_sizes(larger_sizes(x.x, x.y), larger_sizes(x.z, x.w));
+    const BlockScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
+    const auto scaled = [&](uint32_t pair) {
+        return floats_to_f16(__uint_as_float(pair << 16) * scale.up, __uint_as_float(pair & 0xffff0000) * scale.up);
+    };
+    if (lane_id() == 0) *scale_of_block = static_cast<uint8_t>(scale.down);
+    return {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)};
+}
+
+// The same of what is staged.
 __device__ __noinline__ void make_halves(char* first, int depth, int warp) {
-    Block& block = this_block();
     const int lane = lane_id();
-    uint8_t* const scales = block.x_scales + (first - block.staging()) / X_BLOCK_BYTES;
 #pragma unroll 1
     for (int number = warp; number * X_BLOCK < depth; number += VECTOR_WARPS) {
         const bool inside = number * X_BLOCK + lane * 8 < depth;
         const uint32_t at = shared_address(first) + number * X_BLOCK_BYTES + lane * 16;
-        const uint4 x = inside ? load_shared16(at) : uint4{0, 0, 0, 0};
-        const uint32_t sizes = larger_sizes(larger_sizes(x.x, x.y), larger_sizes(x.z, x.w));
-        const BlockScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
-        const auto scaled = [&](uint32_t pair) {
-            return floats_to_f16(__uint_as_float(pair << 16) * scale.up, __uint_as_float(pair & 0xffff0000) * scale.up);
-        };
-        if (inside) store_shared16(at, {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)});
-        if (lane == 0) scales[number] = static_cast<uint8_t>(scale.down);
+        const uint4 halves = to_halves(inside ? load_shared16(at) : uint4{0, 0, 0, 0}, block_scales(first) + number);
+        if (inside) store_shared16(at, halves);
     }
 }
 
