@@ -76,7 +76,8 @@ def test_what_another_step_reads_too_is_not_made_digits_where_it_lies() -> None:
 def test_an_operand_in_digits_is_another_value_than_the_same_in_halves() -> None:
     """So a task does not take for its own what the one before it left."""
     left = {routine.left_x for routine in routines("int4,k_proj=bf16") if routine.left_x is not None}
-    first = next(routine for routine in routines("int4") if routine.left_x is not None and routine.stagings[0].held is Held.DIGITS)
+    leaving = [routine for routine in routines("int4") if routine.left_x is not None]
+    first = next(routine for routine in leaving if routine.stagings[0].held is Held.DIGITS)
     plain = next(routine for routine in routines("bf16") if routine.left_x is not None)
     assert left
     assert first.left_x is not None and plain.left_x is not None
