@@ -112,23 +112,25 @@ def test_operands_that_come_in_slices(
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_one_row_of_digits_in_slices_side_by_side_and_in_turn(
-    conform: Conform, monkeypatch: pytest.MonkeyPatch, slices: int
+@pytest.mark.parametrize("name", ["int4, groups with zeros", "fp8, rows", "fp8, blocks"])
+def test_one_row_with_scales_in_slices_side_by_side_and_in_turn(
+    conform: Conform, monkeypatch: pytest.MonkeyPatch, name: str, slices: int
 ) -> None:
     """Each slice has the scales of its own place in the staging area."""
     if slices == 1:  # a slice of one unit at a time
         monkeypatch.setattr("flywheel.plan.staging.MAX_STAGED_BYTES", 2 * 1100)
-    buffers, tensors, params = matrix("int4, groups with zeros", 80, 2432)
+    buffers, tensors, params = matrix(name, 80, 2432)
     all_buffers = {"given": (IN, BF16, (1, 2432)), "x": (ACT, BF16, (1, 2432)), **buffers, "y": (OUT, F32, (1, 80))}
     tasks = [("GELU", ["given"], "x", {}), *tiles(["x", *buffers], params, [(0, 16), (16, 64)], 1, 2432, F32)]
     conform(all_buffers, tasks, tensors, roundings=1, by_data=True, x_slices=slices)
 
 
+@pytest.mark.parametrize("name", ["int4, rows", "fp8, rows"])
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_digits_of_zeros_of_small_numbers_and_of_one_large_one(conform: Conform, dtype: DType) -> None:
+def test_blocks_of_zeros_of_small_numbers_and_of_one_large_one(conform: Conform, name: str, dtype: DType) -> None:
     """Blocks of 256 elements have scales of their own. 255 elements are off by up to 2^-15 of 1000, which is 3e-2; with
     weights of 2e-2 such errors add up to about 4e-3 of sums of up to 30."""
-    buffers, tensors, params = matrix("int4, rows", 16, 1024)
+    buffers, tensors, params = matrix(name, 16, 1024)
     x = torch.zeros(1, 1024)
     x[0, 256:512] = torch.linspace(-1, 1, 256) * 2.0**-12
     x[0, 512:768] = torch.linspace(-1, 1, 256) * 0.5
@@ -136,13 +138,24 @@ def test_digits_of_zeros_of_small_numbers_and_of_one_large_one(conform: Conform,
     x[0, 768:] = -(2.0 - 2.0**-7)  # its mantissa is all ones
     all_buffers = {"x": (IN, dtype, (1, 1024)), **buffers, "y": (OUT, F32, (1, 16))}
     tasks = tiles(["x", *buffers], params, [(0, 16)], 1, 1024, F32)
-    conform(all_buffers, tasks, {**tensors, "x": x}, extra=4e-4)
+    conform(all_buffers, tasks, {**tensors, "x": x}, extra=4e-4 if FORMATS[name][0] is I4 else 0.0)
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**30, 2.0**60])
+def test_fp8_takes_bf16_that_f16_has_no_place_for(conform: Conform, size: float) -> None:
+    """With elements 2^-20 times as large, which keep all of their bits. More than a thread stages at once."""
+    buffers, tensors, params = matrix("fp8, rows", 16, 9216)
+    x = torch.linspace(-1, 1, 9216)[None] * size
+    x[0, ::3] *= 2.0**-20
+    all_buffers = {"x": (IN, BF16, (1, 9216)), **buffers, "y": (OUT, F32, (1, 16))}
+    conform(all_buffers, tiles(["x", *buffers], params, [(0, 16)], 1, 9216, F32), {**tensors, "x": x})
 
 
 @pytest.mark.parametrize("value", [inf, nan])
+@pytest.mark.parametrize("name", ["int4, groups", "fp8, rows", "fp8, blocks"])
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_digits_of_what_is_no_number_make_no_number(launched: Run, dtype: DType, value: float) -> None:
-    buffers, tensors, params = matrix("int4, groups", 16, 512)
+def test_what_is_no_number_makes_no_number(launched: Run, name: str, dtype: DType, value: float) -> None:
+    buffers, tensors, params = matrix(name, 16, 512)
     all_buffers = {"x": (IN, dtype, (1, 512)), **buffers, "y": (OUT, F32, (1, 16))}
     x = torch.ones(1, 512)
     x[0, 300] = value

@@ -2,10 +2,10 @@
 // integer is 256 * high + low, two signed bytes. The largest element keeps 14 or 15 bits and the sign, and the others as many as
 // reach as far. For E4M3 it brings BF16 into the range of F16, which keeps all bits of elements down to 2^-31 of the largest.
 //
-// As digits, a group of 128 elements takes the 256 bytes that it had before: of each 32 elements the high digits and the low ones, 32 bytes
-// each. Bytes lie as `mma.m16n8k32` takes them from lane t, whose words 0 and 1 are columns 4t, 16 + 4t, 4t + 1, 17 + 4t and the
-// next two of each: the order of codes. Where the 64 bytes and the 32 lie is digit_place, so that neither lanes that read columns of
-// several groups nor those that write a group meet in a bank.
+// As digits, a group of 128 elements takes the 256 bytes that it had before: of each 32 elements the high digits and the low ones,
+// 32 bytes each. Bytes lie as `mma.m16n8k32` takes them from lane t, whose words 0 and 1 are columns 4t, 16 + 4t, 4t + 1, 17 + 4t and
+// the next two of each: the order of codes. Where the 64 bytes and the 32 lie is digit_place, so that neither lanes that read columns
+// of several groups nor those that write a group meet in a bank.
 // Source: docs/vm.md, "Quantised weights".
 #pragma once
 

@@ -5,9 +5,7 @@
 
 // Chunks under way until the ring is full for the first time. More of them keep the memory so busy that the first tasks, their
 // operands and their code, all of which come from it, arrive microseconds later.
-#ifndef AT_FIRST
-#define AT_FIRST 1
-#endif
+constexpr int AT_FIRST = 1;
 
 // Bulk copies that are under way must land before the block may end.
 __device__ __forceinline__ void drain(const Ring& ring, RingPlace place, int issued) {
