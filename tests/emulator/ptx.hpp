@@ -137,6 +137,11 @@ template <typename Half> inline uint32_t emulated_max(uint32_t a, uint32_t b) {
 }
 inline void ptx_max_nan_bf16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedBf16>(a, b); }
 inline void ptx_max_nan_f16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max<EmulatedF16>(a, b); }
+template <typename Half> inline uint32_t emulated_max_size(uint32_t a, uint32_t b) {
+    return emulated_max<Half>(a & 0x7fff7fff, b & 0x7fff7fff) | ((a ^ b) & 0x80008000);
+}
+inline void ptx_max_size_bf16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max_size<EmulatedBf16>(a, b); }
+inline void ptx_max_size_f16x2(uint32_t& to, uint32_t a, uint32_t b) { to = emulated_max_size<EmulatedF16>(a, b); }
 inline void ptx_from_f16(float& to, unsigned short from) { to = EmulatedF16::to_float(from); }
 inline float emulated_e4m3(uint32_t code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;

@@ -264,8 +264,9 @@ template <int FORMAT> struct CodedProduct {
         multiply_one(columns, a);
         return a;
     }
-    // The same by digits; x of the unit begins at `x`, and there are `groups` of it: of others any will do.
-    template <typename Ready, typename Then>
+    // The same by digits; x of the unit begins at `x`, and there are `groups` of it: of others any will do. WHOLE, of all its steps:
+    // without a loop, ptxas needs no instructions to clear the sums.
+    template <bool WHOLE, typename Ready, typename Then>
     __device__ __forceinline__ uint32_t add_digits(
         uint32_t a, uint32_t x, int groups, int lane, int step, int count, Ready ready, Then then) {
         const int column = lane >> 2, group = column >> 1;
@@ -284,12 +285,13 @@ template <int FORMAT> struct CodedProduct {
             next[1] = load_shared8(upper ^ digit_place(0, 0, step));
             multiply_digits(digits, a);
         };
+        if constexpr (WHOLE) {
+#pragma unroll
+            for (int i = 1; i < C::STEPS; i++) advance();
+        } else {
 #pragma unroll 1
-        for (; count > 2; count -= 2) {
-            advance();
-            advance();
+            for (; count > 1; count--) advance();
         }
-        if (count > 1) advance();
         const uint2 digits[2] = {next[0], next[1]};
         const uint32_t from = then();
         a = from != 0 ? from : a;
@@ -340,8 +342,10 @@ template <int FORMAT> struct CodedProduct {
             left -= count;
             if (digits || C::SCALED || (one_row && C::HALVES)) clear_sums(digits ? NO_DIGITS : 0.0f);
             const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
-            if (digits) {
-                a = add_digits(a, unit_x, groups, lane, step, count, ready, then);
+            if (digits && count == C::STEPS) {
+                a = add_digits<true>(a, unit_x, groups, lane, 0, count, ready, then);
+            } else if (digits) {
+                a = add_digits<false>(a, unit_x, groups, lane, step, count, ready, then);
             } else if (one_row) {  // of a group that there is not, codes are 0: any x will do
                 a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, ready, then);
             } else if (ready(), groups >= UNIT_GROUPS) {

@@ -59,29 +59,62 @@ struct BlockScale {
     float up;
     uint32_t down;
     __device__ __forceinline__ explicit BlockScale(uint32_t most) {
+        // As that of a float, or one more where seven bits behind the first one are ones: elements are below 2^(exponent - 126).
 #if FW_DTYPE == AMK_DTYPE_F16
-        const int exponent = static_cast<int>(most + 0x00080000 >> 26) + 112;
+        const uint32_t exponent = (most + 0x00080000 >> 26) + 112 << 23;
         const bool number = most < 0x7c000000;
 #else
-        const int exponent = most + 0x00010000 >> 23;
+        const uint32_t exponent = most + 0x00010000 & 0x7f800000;
         const bool number = most < 0x7f800000;
 #endif
-        // As that of a float, or one more where seven bits behind the first one are ones: elements are below 2^(exponent - 126).
-        const uint32_t its = min(268 - exponent, 253);
-        up = __uint_as_float(its << 23);
-        down = number ? 254 - its : 255;
+        const uint32_t its = min((268u << 23) + 1 + ~exponent, 253u << 23);  // 268 - exponent
+        up = __uint_as_float(its);
+        down = number ? 254 - (its >> 23) : 255;
     }
 };
 
-// Of two pairs of elements, the larger size of each; NaN where one is.
+// Of two pairs of elements, the larger size of each, with any sign; NaN where one is.
 __device__ __forceinline__ uint32_t larger_sizes(uint32_t a, uint32_t b) {
     uint32_t sizes;
-#if FW_DTYPE == AMK_DTYPE_F16
+#if FW_DTYPE == AMK_DTYPE_F16 && __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a), "r"(b));
+#elif FW_DTYPE == AMK_DTYPE_F16
     asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));
+#elif __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a), "r"(b));
 #else
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));
 #endif
     return sizes;
+}
+
+// The scale of a block of which each lane has eight elements.
+__device__ __forceinline__ BlockScale scale_of(const uint4& x) {
+    const uint32_t sizes = larger_sizes(larger_sizes(x.x, x.y), larger_sizes(x.z, x.w)) & 0x7fff7fff;
+    return BlockScale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
+}
+
+// Rescales `depth` staged elements from `first` on, in their place; each vector warp the blocks that it has staged. `load(at)` is what
+// a lane has of the block at `at`, from the block's element `mine` on, and `store(at, x, up)` writes it times a power of two. For all
+// lanes of the vector warps, once their warp's elements are there. The next block is loaded first; two at once took no less time in a
+// whole step (results/gpu/versions.md).
+template <typename Load, typename Store>
+__device__ __forceinline__ void rescale_blocks(uint32_t first, int depth, int warp, int mine, Load load, Store store) {
+    const uint32_t number = (first - shared_address(this_block().staging())) / X_BLOCK_BYTES;
+    const auto load_inside = [&](int start) {
+        return start + mine < depth ? load(first + start * static_cast<int>(sizeof(element_t))) : uint4{0, 0, 0, 0};
+    };
+    int start = warp * X_BLOCK;
+    uint4 next = load_inside(start);
+#pragma unroll 1
+    for (; start < depth; start += VECTOR_WARPS * X_BLOCK) {
+        const uint4 x = next;
+        __syncwarp();  // all of the block is loaded
+        next = load_inside(start + VECTOR_WARPS * X_BLOCK);
+        const BlockScale scale = scale_of(x);
+        if (start + mine < depth) store(first + start * static_cast<int>(sizeof(element_t)), x, scale.up);
+        if (lane_id() == 0) this_block().x_scales[number + start / X_BLOCK] = static_cast<uint8_t>(scale.down);
+    }
 }
 
 // Integers of two pairs of elements, 16 columns apart: of the first of each the low digits, then the high ones, and of the second.
@@ -94,68 +127,39 @@ __device__ __forceinline__ uint2 integers_of(uint32_t pair, uint32_t later_pair,
     return {__byte_perm(bits[0], bits[2], 0x5140), __byte_perm(bits[1], bits[3], 0x5140)};
 }
 
-// The scales of blocks of the staged operand from `first` on.
-__device__ __forceinline__ uint8_t* block_scales(const char* first) {
-    return this_block().x_scales + (first - this_block().staging()) / X_BLOCK_BYTES;
-}
-
-// Makes digits of `depth` staged elements from `first` on, a multiple of 128; each vector warp of the blocks that it has staged.
-// For all lanes of the vector warps, once their warp's elements are there. One block after the other: several at once took no less
-// time in a whole step (results/gpu/versions.md).
-__device__ __noinline__ void make_digits(char* first, int depth, int warp) {
+// Digits of staged elements; `depth` is a multiple of 128.
+__device__ __noinline__ void make_digits(uint32_t first, int depth, int warp) {
     const int lane = lane_id(), group = lane >> 4, columns = lane >> 2, t = lane & 3;
-    const uint32_t from = shared_address(first) + columns * 64 + t * 8;
-    const uint32_t high = shared_address(first) + group * (X_BLOCK_BYTES / 2) + t * 8 + digit_place(group, 0, columns & 3);
-    uint8_t* const scales = block_scales(first);
-#pragma unroll 1
-    for (int number = warp; number * X_BLOCK < depth; number += VECTOR_WARPS) {
-        const int at = number * X_BLOCK_BYTES;
-        const bool inside = number * X_BLOCK + group * (X_BLOCK / 2) < depth;
-        uint2 a = {0, 0}, b = {0, 0};
-        if (inside) {
-            a = load_shared8(from + at);
-            b = load_shared8(from + at + 32);
-        }
-        __syncwarp();  // all of the block is loaded
-        const uint32_t sizes = larger_sizes(larger_sizes(a.x, a.y), larger_sizes(b.x, b.y));
-        const BlockScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
-        const uint2 even = integers_of(a.x, b.x, scale.up), odd = integers_of(a.y, b.y, scale.up);
-        if (inside) {
-            store_shared8(high + at, {__byte_perm(even.x, even.y, 0x7632), __byte_perm(odd.x, odd.y, 0x7632)});
-            store_shared8((high + at) ^ 32, {__byte_perm(even.x, even.y, 0x5410) ^ 0x80808080u,
-                                             __byte_perm(odd.x, odd.y, 0x5410) ^ 0x80808080u});
-        }
-        if (lane == 0) scales[number] = static_cast<uint8_t>(scale.down);
-    }
-}
-
-// F16 of BF16, of a block that a warp has in registers, eight elements a lane, and zeros behind the operand. For all lanes.
-__device__ __forceinline__ uint4 to_halves(const uint4& x, uint8_t* scale_of_block) {
-    const uint32_t sizes = larger_sizes(larger_sizes(x.x, x.y), larger_sizes(x.z, x.w));
-    const BlockScale scale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
-    const auto scaled = [&](uint32_t pair) {
-        return floats_to_f16(__uint_as_float(pair << 16) * scale.up, __uint_as_float(pair & 0xffff0000) * scale.up);
+    const uint32_t from = columns * 64 + t * 8;
+    const uint32_t high = group * (X_BLOCK_BYTES / 2) + t * 8 + digit_place(group, 0, columns & 3);
+    const auto load = [&](uint32_t at) {
+        const uint2 a = load_shared8(at + from), b = load_shared8(at + from + 32);
+        return uint4{a.x, a.y, b.x, b.y};
     };
-    if (lane_id() == 0) *scale_of_block = static_cast<uint8_t>(scale.down);
-    return {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)};
+    rescale_blocks(first, depth, warp, group * (X_BLOCK / 2), load, [&](uint32_t at, const uint4& x, float up) {
+        const uint2 even = integers_of(x.x, x.z, up), odd = integers_of(x.y, x.w, up);
+        store_shared8(at + high, {__byte_perm(even.x, even.y, 0x7632), __byte_perm(odd.x, odd.y, 0x7632)});
+        store_shared8((at + high) ^ 32, {__byte_perm(even.x, even.y, 0x5410) ^ 0x80808080u,
+                                         __byte_perm(odd.x, odd.y, 0x5410) ^ 0x80808080u});
+    });
 }
 
-// The same of what is staged.
-__device__ __noinline__ void make_halves(char* first, int depth, int warp) {
-    const int lane = lane_id();
-#pragma unroll 1
-    for (int number = warp; number * X_BLOCK < depth; number += VECTOR_WARPS) {
-        const bool inside = number * X_BLOCK + lane * 8 < depth;
-        const uint32_t at = shared_address(first) + number * X_BLOCK_BYTES + lane * 16;
-        const uint4 halves = to_halves(inside ? load_shared16(at) : uint4{0, 0, 0, 0}, block_scales(first) + number);
-        if (inside) store_shared16(at, halves);
-    }
+// F16 of staged BF16; `depth` is a multiple of 8.
+__device__ __noinline__ void make_halves(uint32_t first, int depth, int warp) {
+    const uint32_t mine = lane_id() * 8, place = mine * sizeof(element_t);
+    const auto load = [&](uint32_t at) { return load_shared16(at + place); };
+    rescale_blocks(first, depth, warp, mine, load, [&](uint32_t at, const uint4& x, float up) {
+        const auto scaled = [&](uint32_t pair) {
+            return floats_to_f16(__uint_as_float(pair << 16) * up, __uint_as_float(pair & 0xffff0000) * up);
+        };
+        store_shared16(at + place, {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)});
+    });
 }
 
 // As a step's flags say.
-__device__ __forceinline__ void rescale(uint32_t flags, char* first, int depth, int warp) {
-    if (TAKES_DIGITS && flags & FW_STEP_DIGITS) make_digits(first, depth, warp);
-    if (TAKES_HALVES && flags & FW_STEP_HALVES) make_halves(first, depth, warp);
+__device__ __forceinline__ void rescale(uint32_t flags, const void* first, int depth, int warp) {
+    if (TAKES_DIGITS && flags & FW_STEP_DIGITS) make_digits(shared_address(first), depth, warp);
+    if (TAKES_HALVES && flags & FW_STEP_HALVES) make_halves(shared_address(first), depth, warp);
 }
 
 #endif

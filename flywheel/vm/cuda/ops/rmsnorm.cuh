@@ -146,12 +146,9 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
 
 #if FW_DTYPE == AMK_DTYPE_BF16
 
-__device__ __forceinline__ uint4 unscaled(const NormGroup& x, const NormGroup& w) {
-    return {multiply_halves(x.word[0], w.word[0]), multiply_halves(x.word[1], w.word[1]), multiply_halves(x.word[2], w.word[2]),
-            multiply_halves(x.word[3], w.word[3])};
-}
 __device__ __forceinline__ void stage_unscaled(char* to, const NormGroup& x, const NormGroup& w) {
-    *reinterpret_cast<uint4*>(to) = unscaled(x, w);
+    *reinterpret_cast<uint4*>(to) = {multiply_halves(x.word[0], w.word[0]), multiply_halves(x.word[1], w.word[1]),
+                                     multiply_halves(x.word[2], w.word[2]), multiply_halves(x.word[3], w.word[3])};
 }
 
 // The scale of `row`, to which a warp's lanes add what they have of its squares where they `hold` that; all of `vm.block().reduce`
@@ -182,20 +179,8 @@ __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const c
     char* const to = vm.block().staging();
     if (awaited) vm.settle(kept, from);
     vm.stamp(FW_STAMP_READY);
-    uint4 y[2] = {unscaled(kept[0], w0), unscaled(kept[1], w1)};
-#ifdef FW_RESCALES
-    // Each warp's lanes have two blocks, or all that there is of them.
-    const bool halves = TAKES_HALVES && step.flags & FW_STEP_HALVES && groups <= 2 * VECTOR_THREADS;
-#pragma unroll
-    for (int k = 0; TAKES_HALVES && k < 2; k++) {
-        const int number = vm.warp() + k * VECTOR_WARPS;
-        if (halves && number * WARP < groups) {
-            y[k] = to_halves(first + k * VECTOR_THREADS <= last ? y[k] : uint4{0, 0, 0, 0}, block_scales(to) + number);
-        }
-    }
-#endif
-    if (first <= last) *reinterpret_cast<uint4*>(to + first * 16) = y[0];
-    if (second <= last) *reinterpret_cast<uint4*>(to + second * 16) = y[1];
+    if (first <= last) stage_unscaled(to + first * 16, kept[0], w0);
+    if (second <= last) stage_unscaled(to + second * 16, kept[1], w1);
     float sum = 0.0f;
 #pragma unroll 1
     for (int group = second + VECTOR_THREADS; group < groups; group += VECTOR_THREADS) {
@@ -207,7 +192,7 @@ __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const c
         sum += squares(loaded[0]);
     }
 #ifdef FW_RESCALES
-    if (RESCALES && step.flags & RESCALED && !halves) {
+    if (RESCALES && step.flags & RESCALED) {
         __syncwarp();
         rescale(step.flags, to, step.params.hidden, vm.warp());
     }

@@ -27,21 +27,11 @@ struct XSlice {
     }
 };
 
-#ifdef FW_RESCALES
-// Whether stage_row makes F16 of what it stages, each warp of blocks that it has in registers.
-__device__ __forceinline__ bool stages_halves(const amk_step_t& step, const XSlice& x) {
-    return TAKES_HALVES && step.flags & FW_STEP_HALVES && x.depth <= STAGE_LOADS * VECTOR_WARPS * X_BLOCK;
-}
-#else
-__device__ __forceinline__ bool stages_halves(const amk_step_t& step, const XSlice& x) { return false; }
-#endif
-
 // Of one row whose groups of 16 bytes are aligned.
-__device__ __forceinline__ void stage_row(Vm vm, const amk_step_t& step, const XSlice& x) {
+__device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
     constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
-    const bool halves = stages_halves(step, x);
 #pragma unroll 1
-    for (int i = vm.thread() * N; i - (halves ? vm.lane() * N : 0) < x.depth; i += STAGE_LOADS * STEP) {
+    for (int i = vm.thread() * N; i < x.depth; i += STAGE_LOADS * STEP) {
         const char* from[STAGE_LOADS];
         Vec16<element_t> kept[STAGE_LOADS];
 #pragma unroll
@@ -58,16 +48,6 @@ __device__ __forceinline__ void stage_row(Vm vm, const amk_step_t& step, const X
             vm.settle(kept, from);
         }
         if (x.first) vm.stamp(FW_STAMP_READY);
-#ifdef FW_RESCALES
-#pragma unroll
-        for (int k = 0; TAKES_HALVES && k < STAGE_LOADS; k++) {
-            const int number = vm.warp() + k * VECTOR_WARPS;
-            if (!halves || number * X_BLOCK >= x.depth) break;
-            const uint4 bits = i + k * STEP < x.depth ? kept[k].bits() : uint4{0, 0, 0, 0};
-            const uint4 made = to_halves(bits, block_scales(reinterpret_cast<const char*>(x.staged)) + number);
-            kept[k] = {{made.x, made.y, made.z, made.w}};
-        }
-#endif
 #pragma unroll
         for (int k = 0; k < STAGE_LOADS; k++) {
             if (i + k * STEP < x.depth) *reinterpret_cast<uint4*>(x.staged + i + k * STEP) = kept[k].bits();
@@ -171,15 +151,15 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
         if (left <= 0 && !warp_barrier_wait(read, before / X_ROUNDS & 1, &vm.block().aborted)) break;
         const XSlice x(vm, step, first, place);
         if (packed) {
-            stage_row(vm, step, x);
+            stage_row(vm, x);
         } else {
             stage_elements(vm, step, x);
         }
 #ifdef FW_RESCALES
-        if (RESCALES && step.flags & RESCALED && !(packed && stages_halves(step, x))) {
+        if (RESCALES && step.flags & RESCALED) {
             if (packed) __syncwarp();
             if (!packed && !named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, true)) break;  // as another warp may have
-            rescale(step.flags, reinterpret_cast<char*>(x.staged), x.depth, vm.warp());
+            rescale(step.flags, x.staged, x.depth, vm.warp());
         }
 #endif
         vm.announce(round);
