@@ -95,25 +95,25 @@ __device__ __forceinline__ BlockScale scale_of(const uint4& x) {
 }
 
 // Rescales `depth` staged elements from `first` on, in their place; each vector warp the blocks that it has staged. `load(at)` is what
-// a lane has of the block at `at`, from the block's element `mine` on, and `store(at, x, up)` writes it times a power of two. For all
-// lanes of the vector warps, once their warp's elements are there. The next block is loaded first; two at once took no less time in a
-// whole step (results/gpu/versions.md).
+// a lane has of the block at `at`, from the block's element `mine` on; `store(at, x, up, inside)` writes that times a power of two if
+// it is inside the operand. For all lanes of the vector warps, once their warp's elements are there. The next block is loaded before a
+// block is stored; two at once took no less time in a whole step (results/gpu/versions.md).
 template <typename Load, typename Store>
 __device__ __forceinline__ void rescale_blocks(uint32_t first, int depth, int warp, int mine, Load load, Store store) {
-    const uint32_t number = (first - shared_address(this_block().staging())) / X_BLOCK_BYTES;
+    uint32_t number = warp + (first - shared_address(this_block().staging())) / X_BLOCK_BYTES;
     const auto load_inside = [&](int start) {
         return start + mine < depth ? load(first + start * static_cast<int>(sizeof(element_t))) : uint4{0, 0, 0, 0};
     };
     int start = warp * X_BLOCK;
     uint4 next = load_inside(start);
 #pragma unroll 1
-    for (; start < depth; start += VECTOR_WARPS * X_BLOCK) {
+    for (; start < depth; start += VECTOR_WARPS * X_BLOCK, number += VECTOR_WARPS) {
         const uint4 x = next;
         __syncwarp();  // all of the block is loaded
         next = load_inside(start + VECTOR_WARPS * X_BLOCK);
         const BlockScale scale = scale_of(x);
-        if (start + mine < depth) store(first + start * static_cast<int>(sizeof(element_t)), x, scale.up);
-        if (lane_id() == 0) this_block().x_scales[number + start / X_BLOCK] = static_cast<uint8_t>(scale.down);
+        store(first + start * static_cast<int>(sizeof(element_t)), x, scale.up, start + mine < depth);
+        if (lane_id() == 0) this_block().x_scales[number] = static_cast<uint8_t>(scale.down);
     }
 }
 
@@ -136,8 +136,9 @@ __device__ __noinline__ void make_digits(uint32_t first, int depth, int warp) {
         const uint2 a = load_shared8(at + from), b = load_shared8(at + from + 32);
         return uint4{a.x, a.y, b.x, b.y};
     };
-    rescale_blocks(first, depth, warp, group * (X_BLOCK / 2), load, [&](uint32_t at, const uint4& x, float up) {
+    rescale_blocks(first, depth, warp, group * (X_BLOCK / 2), load, [&](uint32_t at, const uint4& x, float up, bool inside) {
         const uint2 even = integers_of(x.x, x.z, up), odd = integers_of(x.y, x.w, up);
+        if (!inside) return;
         store_shared8(at + high, {__byte_perm(even.x, even.y, 0x7632), __byte_perm(odd.x, odd.y, 0x7632)});
         store_shared8((at + high) ^ 32, {__byte_perm(even.x, even.y, 0x5410) ^ 0x80808080u,
                                          __byte_perm(odd.x, odd.y, 0x5410) ^ 0x80808080u});
@@ -148,11 +149,12 @@ __device__ __noinline__ void make_digits(uint32_t first, int depth, int warp) {
 __device__ __noinline__ void make_halves(uint32_t first, int depth, int warp) {
     const uint32_t mine = lane_id() * 8, place = mine * sizeof(element_t);
     const auto load = [&](uint32_t at) { return load_shared16(at + place); };
-    rescale_blocks(first, depth, warp, mine, load, [&](uint32_t at, const uint4& x, float up) {
+    rescale_blocks(first, depth, warp, mine, load, [&](uint32_t at, const uint4& x, float up, bool inside) {
         const auto scaled = [&](uint32_t pair) {
             return floats_to_f16(__uint_as_float(pair << 16) * up, __uint_as_float(pair & 0xffff0000) * up);
         };
-        store_shared16(at + place, {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)});
+        const uint4 halves = {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)};
+        if (inside) store_shared16(at + place, halves);
     });
 }
 
