@@ -169,21 +169,32 @@ __device__ __forceinline__ void leave_scale(Vm vm, const amk_step_t& step, int r
     vm.block().scales[vm.thread()] = rsqrtf(__fdividef(sum, step.params.hidden) + step.params.eps);
 }
 
-// The only row, and rows that are long, as above; announced before anybody looks at their squares.
+// The only row, as above: of the first groups, all loads of a thread are under way at once. Announced before anybody looks at their
+// squares.
 __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const char* w, int groups, const amk_step_t& step,
                                                    bool awaited) {
-    const int first = vm.thread(), second = first + VECTOR_THREADS, last = groups - 1;
-    const char* const from[2] = {x + min(first, last) * 16, x + min(second, last) * 16};
-    NormGroup kept[2] = {load16<element_t>(from[0]), load16<element_t>(from[1])};
-    const NormGroup w0 = load16<element_t>(w + min(first, last) * 16), w1 = load16<element_t>(w + min(second, last) * 16);
+    constexpr int KEPT = VECTOR_WARPS < 8 ? 3 : 2;  // six warps have all of 4,096 elements; more than it takes costs time
+    const int first = vm.thread();
+    const auto place = [&](int k) { return min(first + k * VECTOR_THREADS, groups - 1) * 16; };  // behind the end the last one
+    const auto inside = [&](int k) { return first + k * VECTOR_THREADS < groups; };
+    const char* from[KEPT];
+    NormGroup kept[KEPT], weights[KEPT];
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) from[k] = x + place(k);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) kept[k] = load16<element_t>(from[k]);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) weights[k] = load16<element_t>(w + place(k));
     char* const to = vm.block().staging();
     if (awaited) vm.settle(kept, from);
     vm.stamp(FW_STAMP_READY);
-    if (first <= last) stage_unscaled(to + first * 16, kept[0], w0);
-    if (second <= last) stage_unscaled(to + second * 16, kept[1], w1);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        if (inside(k)) stage_unscaled(to + (first + k * VECTOR_THREADS) * 16, kept[k], weights[k]);
+    }
     float sum = 0.0f;
 #pragma unroll 1
-    for (int group = second + VECTOR_THREADS; group < groups; group += VECTOR_THREADS) {
+    for (int group = first + KEPT * VECTOR_THREADS; group < groups; group += VECTOR_THREADS) {
         const char* const more[1] = {x + group * 16};
         NormGroup loaded[1] = {load16<element_t>(more[0])};
         const NormGroup its = load16<element_t>(w + group * 16);
@@ -199,8 +210,9 @@ __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const c
 #endif
     vm.announce(vm.block().stagings);
     vm.stamp(FW_STAMP_STAGED);
-    sum = warp_sum(sum + (first <= last ? squares(kept[0]) : 0.0f) + (second <= last ? squares(kept[1]) : 0.0f));
-    leave_scale(vm, step, 0, sum, vm.lane() == 0, 1);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) sum += inside(k) ? squares(kept[k]) : 0.0f;
+    leave_scale(vm, step, 0, warp_sum(sum), vm.lane() == 0, 1);
 }
 
 template <int ROWS>
