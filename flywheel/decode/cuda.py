@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Final, Self
 
 import numpy as np
@@ -41,6 +42,7 @@ from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
 from flywheel.vm.gpu.ranked import AnyProgram, RankedProgram
 from flywheel.vm.gpu.ranked_trace import join_traces
+from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.gpu.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
 from flywheel.vm.gpu.trace import LaunchTrace, read_stamps
 from flywheel.vm.pack import AnyPacked, PackedRanks, pack_any
@@ -146,9 +148,9 @@ class CudaModel:
             raise InvalidProgramError(f"program: {result.errors[0]}{more}")
         return self.load_packed(pack_any(program), trace=trace)
 
-    def load_packed(self, packed: AnyPacked, *, trace: bool = False) -> CudaSession:
-        """Load a program without a proof, as `load` otherwise: it was proved before, or a test runs it although it is
-        unsafe."""
+    def load_packed(self, packed: AnyPacked, *, trace: bool = False, sources: Path = SOURCES) -> CudaSession:
+        """Load a program without a proof, for the kernel in `sources`, as `load` otherwise: it was proved before, or a
+        test runs it although it is unsafe."""
         program = packed.program
         interface = read_interface(program, self.spec)
         if program.ranks != len(self._homes):
@@ -165,21 +167,21 @@ class CudaModel:
         whole = as_whole(program, self.spec)
         taps = find_taps(whole.program, self.spec, interface)
         if isinstance(packed, PackedRanks):
-            return CudaSession(self, self._load_ranks(packed, interface, bound, trace), whole, taps)
+            return CudaSession(self, self._load_ranks(packed, interface, bound, trace, sources), whole, taps)
         assert isinstance(self.caches, KvCaches)
         caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface).items()}
-        load = partial(self._homes[0].load, bound=bound, caches=caches, trace=trace)
+        load = partial(self._homes[0].load, bound=bound, caches=caches, trace=trace, sources=sources)
         return CudaSession(self, load(packed), whole, taps, lambda: load(packed.apart()))
 
     def _load_ranks(
-        self, packed: PackedRanks, interface: Interface, bound: Mapping[str, Tensor], trace: bool
+        self, packed: PackedRanks, interface: Interface, bound: Mapping[str, Tensor], trace: bool, sources: Path
     ) -> RankedProgram:
         assert isinstance(self.caches, SharedCaches)
         with ExitStack() as undo:
             parts = []
             for rank, (home, part) in enumerate(zip(self._homes, packed.parts, strict=True)):
                 caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface, rank).items()}
-                parts.append(undo.enter_context(home.load(part, bound, caches, trace=trace)))
+                parts.append(undo.enter_context(home.load(part, bound, caches, trace=trace, sources=sources)))
             ranked = RankedProgram(parts)
             undo.pop_all()
         return ranked

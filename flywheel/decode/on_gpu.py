@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -21,6 +22,7 @@ from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights, put_weights
 from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram
 
@@ -73,7 +75,7 @@ class ModelOnGpu:
         self.device: Final = torch_device(gpu)
         self.resident: Final = ResidentWeights(gpu, dtype)
         self._dtype = dtype
-        self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool, bool], LoadedKernel] = {}
+        self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool, bool, Path], LoadedKernel] = {}
 
     def close(self) -> None:
         """Free the packed weights."""
@@ -85,21 +87,27 @@ class ModelOnGpu:
             torch.cuda.synchronize(self.device)
 
     def load(
-        self, packed: PackedProgram, bound: Mapping[str, Tensor], caches: Mapping[str, int], *, trace: bool
+        self,
+        packed: PackedProgram,
+        bound: Mapping[str, Tensor],
+        caches: Mapping[str, int],
+        *,
+        trace: bool,
+        sources: Path = SOURCES,
     ) -> LoadedProgram:
-        """Load a program. Its weights are `bound` by buffer, on any device; its `caches` are on this GPU. Raises
-        ConfigError, WeightsError, KernelCompileError, GpuMemoryError and GpuFaultError as LoadedProgram and its weights
-        do."""
-        kernel = self._kernel(packed.variant, trace)
+        """Load a program, for the kernel in `sources`. Its weights are `bound` by buffer, on any device; its `caches`
+        are on this GPU. Raises ConfigError, WeightsError, KernelCompileError, GpuMemoryError and GpuFaultError as
+        LoadedProgram and its weights do."""
+        kernel = self._kernel(packed.variant, trace, sources)
         self._place_weights(packed, bound)
         return LoadedProgram(self.gpu, packed, kernel, self.resident, caches)
 
-    def _kernel(self, variant: KernelVariant, trace: bool) -> LoadedKernel:
-        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, trace, variant.ranked
+    def _kernel(self, variant: KernelVariant, trace: bool, sources: Path) -> LoadedKernel:
+        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, trace, variant.ranked, sources
         if key not in self._kernels:
             compiled = compile_variant(
                 arch_name(self.gpu.sm_arch), variant.threads, self._dtype, matrix_warps=variant.matrix_warps,
-                rows=variant.rows, formats=variant.formats, trace=trace, ranked=variant.ranked,
+                rows=variant.rows, formats=variant.formats, trace=trace, ranked=variant.ranked, sources=sources,
             )  # fmt: skip
             self._kernels[key] = load_variant(self.gpu, compiled)
         return self._kernels[key]
