@@ -31,7 +31,7 @@ from flywheel.measure.outcome import Measured
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, make_workload
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version
 from flywheel.vm.pack import PackedProgram, pack
 
 RECORDED: Mapping[tuple[str, str, int], Mapping[str, int]] = {
@@ -130,7 +130,7 @@ def main() -> int:
         print(f"{monotonic() - started:.0f} s with round {turn + 1}", file=sys.stderr, flush=True)
     environment = capture_environment()
     lines = [
-        f"{environment.gpu}, driver {environment.driver}, NVRTC {environment.nvrtc}, context {arguments.context}; "
+        f"{environment.gpu}, driver {environment.driver}, NVRTC {nvrtc_version()}, context {arguments.context}; "
         f"us of a step, median and range of {arguments.rounds} rounds' medians",
         f"{'work':64} {'config':12} {'median':>8} {'least':>8} {'most':>8} {'of floor':>8}  error",
         *(line(work, programs[work], times[work], errors[work]) for work in works),

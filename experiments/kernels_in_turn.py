@@ -3,11 +3,14 @@
     python experiments/kernels_in_turn.py SCHEDULE.json ... --kernels NAME=FOLDER ... [--set KNOB=VALUE ...]
         [--rounds 8] [--record FILE]
 
-A FOLDER has the sources of a kernel, as flywheel/vm/cuda of another checkout; `here` stands for this tree's. Programs
-are lowered and packed by this tree, so a kernel has to read its tables: a FOLDER with another abi.h is refused. --set
-changes all schedules: a value in `tiling`, such as warps.matrix=8, or threads_per_block. A round loads every schedule
-with every kernel, in an order that turns, and launches those of one model alternately. In the first round their tensors
-are compared with the oracle's. Exits with 1 if one is wrong.
+A FOLDER has the sources of a kernel, as flywheel/vm/cuda of another checkout; `here` stands for this tree's. This tree
+lowers and packs the programs, so a FOLDER with another abi.h is refused. The kernel that is loaded first packs the
+weights for all of them; if another one needs another order, its verdict fails. --set changes all schedules: a value in
+`tiling`, such as warps.matrix=8, or threads_per_block.
+
+Schedules of the same weights, context and batch share a model. A round loads each of them with every kernel, in an
+order that turns, and launches all alternately. In the first round, all tensors are compared with the oracle's, and in
+every round the logits of the last launch with those. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from time import monotonic
 from typing import Any
 
 from flywheel.decode.cuda import CudaModel, time_sessions
-from flywheel.decode.judge import Judge
+from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import default_positions
+from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.ir import config_from_dict, config_to_dict, validate
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
@@ -37,9 +40,9 @@ from flywheel.models.eager import OracleWeights
 from flywheel.search.workload import Workload, gpus_of, make_workload
 from flywheel.store.schedule import load_schedule
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version
 from flywheel.vm.gpu.peers import open_gpus
-from flywheel.vm.gpu.sources import SOURCES
+from flywheel.vm.gpu.sources import SOURCES, source_digest
 from flywheel.vm.pack import AnyPacked, PackedRanks, pack_any
 
 SAMPLES, WARMUP = 20, 3
@@ -51,14 +54,13 @@ class Step:
 
     name: str
     shared: tuple[str, str, str, str, int, int]
-    """Model, GPU, type, weights, context and batch: what steps that share their weights have in common."""
+    """Model, GPU, type, weights, context and batch: what steps that share a model have in common."""
     packed: AnyPacked
 
-    @property
-    def workload(self) -> Workload:
-        """What the step computes."""
-        model, gpu, dtype, weights, context, batch = self.shared
-        return make_workload(model, gpu, dtype, context, batch, weights)
+
+def workload_of(model: str, gpu: str, dtype: str, weights: str, context: int, batch: int) -> Workload:
+    """What steps that share a model compute."""
+    return make_workload(model, gpu, dtype, context, batch, weights)
 
 
 def main() -> int:
@@ -67,6 +69,8 @@ def main() -> int:
     kernels = dict(map(read_kernels, arguments.kernels))
     started = monotonic()
     steps = sorted((read_step(path, arguments.set) for path in arguments.schedules), key=lambda step: step.shared)
+    if len(kernels) < len(arguments.kernels) or len({step.name for step in steps}) < len(steps):
+        raise SystemExit("two kernels or two schedules of the same name")
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(compile_step, step, sources) for step in steps for sources in kernels.values()]
         for job in jobs:
@@ -81,8 +85,10 @@ def main() -> int:
     said = [*map(str, arguments.schedules), "--kernels", *arguments.kernels, *(["--set"] if arguments.set else [])]
     lines = [
         f"$ python experiments/kernels_in_turn.py {' '.join([*said, *arguments.set])} --rounds {arguments.rounds}",
-        f"{environment.gpu}, driver {environment.driver}, NVRTC {environment.nvrtc}; us of a step, median and range of "
+        f"{environment.gpu}, driver {environment.driver}, NVRTC {nvrtc_version()}; us of a step, median and range of "
         f"{arguments.rounds} rounds' medians, and the median over that of {next(iter(kernels))}",
+        f"packed by commit {arguments.commit or environment.commit or 'unknown'}; digests of the kernels' sources: "
+        + ", ".join(f"{name} {source_digest(sources)[:16]}" for name, sources in kernels.items()),
         *table([step.name for step in steps], list(kernels), times),
         *wrong,
     ]
@@ -99,6 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", required=True, metavar="NAME=FOLDER")
     parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--commit", help="commit of this tree, where it is no checkout")
     parser.add_argument("--record", type=Path)
     return parser.parse_args()
 
@@ -107,29 +114,28 @@ def read_kernels(text: str) -> tuple[str, Path]:
     """(name, folder of sources). Raises SystemExit where there are none for this tree's tables."""
     name, _, folder = text.partition("=")
     sources = SOURCES if text == "here" else Path(folder).resolve()
-    if not (sources / "megakernel.cu").is_file():
-        raise SystemExit(f"--kernels {text}: no megakernel.cu in {sources}")
+    for needed in ("megakernel.cu", "abi.h"):
+        if not (sources / needed).is_file():
+            raise SystemExit(f"--kernels {text}: no {needed} in {sources}")
     if (sources / "abi.h").read_bytes() != (SOURCES / "abi.h").read_bytes():
         raise SystemExit(f"--kernels {text}: its abi.h differs from this tree's, which packs the programs")
     return name, sources
 
 
 def read_step(path: Path, changes: Sequence[str]) -> Step:
-    """A schedule's program with some knobs changed, proved and packed. Raises SystemExit for a value that is no number,
+    """A schedule's program with some knobs changed, proved and packed. Raises SystemExit for a change without a number,
     and for a program without a proof."""
     schedule = load_schedule(path)
     config: dict[str, Any] = config_to_dict(schedule.config)
     for change in changes:
         knob, _, value = change.partition("=")
-        *parts, last = knob.split(".") if knob in config else ["tiling", *knob.rsplit(".", 1)]
-        place = config
-        for part in parts:
-            place = place.setdefault(part, {})
-        if not value.isdigit():
-            raise SystemExit(f"--set {change}: not KNOB=NUMBER")
-        place[last] = int(value)
+        group, _, name = knob.rpartition(".")
+        if not value.isdigit() or not (group or knob == "threads_per_block"):
+            raise SystemExit(f"--set {change}: not GROUP.KNOB=NUMBER or threads_per_block=NUMBER")
+        place = config["tiling"].setdefault(group, {}) if group else config
+        place[name] = int(value)
     shared = schedule.model, schedule.gpu, schedule.dtype, schedule.weights, schedule.context, schedule.batch
-    workload = make_workload(*shared[:3], *shared[4:], shared[3])
+    workload = workload_of(*shared)
     program = lower(workload.graph, config_from_dict(config), workload.target)
     result = validate(program, strict=True)
     if not result.ok:
@@ -154,9 +160,9 @@ def measure(
     times: dict[tuple[str, str], list[float]],
     wrong: list[str],
 ) -> None:
-    """Add the medians of steps that share their weights, and a line for each that computes something else."""
+    """Add the medians of steps that share a model, and a line for each result that is wrong."""
     model, gpu, dtype, _, context, batch = steps[0].shared
-    formats = steps[0].workload.formats
+    formats = workload_of(*steps[0].shared).formats
     source = open_source(model)
     first, *peers = open_gpus(gpus_of(gpu)[0])
     weights = weights_for(source, DTYPES[dtype], 0, formats, [first, *peers])
@@ -165,20 +171,30 @@ def measure(
         judge = Judge(oracle, DTYPES[dtype], context, default_positions(context), batch)
         place = judge.tokens[-1].tolist(), judge.positions[-1]
         contestants = [(step, name) for step in steps for name in kernels]
+        examined: dict[tuple[str, str], Examined] = {}
         for turn in range(rounds):
             order = contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]
             with ExitStack() as stack:
                 sessions = [
                     stack.enter_context(loaded.load_packed(step.packed, sources=kernels[name])) for step, name in order
                 ]
-                for (step, name), session in zip(order, sessions, strict=True):
-                    verdict = judge.examine(session).verdict if turn == 0 else None
-                    if verdict is not None and not verdict.passed:
-                        wrong.append(f"{step.name}, {name}: {verdict.reason}")
+                names = [(step.name, name) for step, name in order]
+                if not examined:
+                    examined = {which: judge.examine(session) for which, session in zip(names, sessions, strict=True)}
+                    verdicts = [each.verdict for each in examined.values()]
                 judge.prepare(sessions[0], place[1])
                 found = time_sessions(sessions, *place, samples=SAMPLES, warmup=WARMUP)
-            for (step, name), samples in zip(order, found, strict=True):
-                times.setdefault((step.name, name), []).append(median(samples))
+                for which, session in zip(names, sessions, strict=True):
+                    logits = examined[which].logits
+                    verdicts.append(judge_repeated(session.read_rows(), logits, place[1], session.dtype))
+            for which, samples in zip(names, found, strict=True):
+                times.setdefault(which, []).append(median(samples))
+            wrong += [
+                f"{', '.join(which)}, round {turn + 1}: {verdict.reason}"
+                for which, verdict in zip(names * 2 if turn == 0 else names, verdicts, strict=True)
+                if not verdict.passed
+            ]
+            verdicts = []
 
 
 def table(steps: Sequence[str], kernels: Sequence[str], times: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:

@@ -40,7 +40,8 @@
 # calibrate                        the cost model's constants, from all that the store has measured
 # noise                            whether copies of a schedule beat each other, by the rows of the searches
 # versions:OLD                     the recorded schedules of llama3.2-1b and llama3-8b with this tree and with OLD, in turn
-# kernels:FOLDER[:ROUNDS]          those and their int4 and fp8 ones with the kernels in FOLDER and with this tree's, in turn
+# kernels:FOLDER[:ROUNDS]          recorded schedules of both models in bf16, int4 and fp8, with this tree's kernels and with those in
+#                                  FOLDER, which is the flywheel/vm/cuda of another tree, in turn
 #
 # The store is OUTPUT/gpu.db, or the FLYWHEEL_STORE that is given. What stands behind a search reads the work's best schedule
 # from it; where the store has none, the one that comes with flywheel. Commands run in OUTPUT, so that what they record names
@@ -178,7 +179,7 @@ part() {
     versions) python3 experiments/two_versions.py "$work" . results/gpu/llama3.2-1b.schedule.json \
         results/gpu/llama3-8b.schedule.json --gpu "$gpu" --record "$output/two_versions.txt" ;;
     kernels) python3 experiments/kernels_in_turn.py results/gpu/llama3{.2-1b,-8b}{,.int4,.fp8}.schedule.json \
-        --kernels "old=$work" here ${more:+--rounds "$more"} --record "$output/kernels_in_turn.txt" ;;
+        --kernels "old=$work" here ${more:+--rounds "$more"} --commit "$commit" --record "$output/kernels_in_turn.txt" ;;
     noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee -i "$output/aa_noise.txt" ;;
     *) echo "record_gpu.sh: part $kind is none of those in its head" >&2; return 2 ;;
   esac

@@ -149,8 +149,8 @@ class CudaModel:
         return self.load_packed(pack_any(program), trace=trace)
 
     def load_packed(self, packed: AnyPacked, *, trace: bool = False, sources: Path = SOURCES) -> CudaSession:
-        """Load a program without a proof, for the kernel in `sources`, as `load` otherwise: it was proved before, or a
-        test runs it although it is unsafe."""
+        """As `load`, but without a proof: the program was proved before, or a test runs it although it is unsafe.
+        `sources` has the kernel."""
         program = packed.program
         interface = read_interface(program, self.spec)
         if program.ranks != len(self._homes):

@@ -163,10 +163,14 @@ def test_what_is_no_number_makes_no_number(launched: Run, name: str, dtype: DTyp
     assert not found["y"].isfinite().any()
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_gated_projection_of_two_quantised_matrices_takes_a_norm_and_a_residual(conform: Conform, rows: int) -> None:
-    """SwiGLU of two matrices behind a norm, and a product with what it is added to, which is not quantised."""
-    hidden, wide = 1024, 32
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 1024), (2, 1024), (1, 1280), (1, 1664)])
+def test_a_gated_projection_of_two_quantised_matrices_takes_a_norm_and_a_residual(
+    conform: Conform, rows: int, hidden: int
+) -> None:
+    """SwiGLU of two matrices behind a norm, and a product with what it is added to, which is not quantised. The
+    64 threads that stage the norm's row have two groups of 1,024 elements each, three of 1,280 and up to four of 1,664.
+    """
+    wide = 32
     gates, gate_tensors, params = matrix("int4, groups", wide, hidden, 1)
     ups, up_tensors, _ = matrix("int4, groups", wide, hidden, 2)
     named = {"g": gates["w"], "g.scales": gates["w.scales"], "u": ups["w"], "u.scales": ups["w.scales"]}

@@ -264,8 +264,8 @@ template <int FORMAT> struct CodedProduct {
         multiply_one(columns, a);
         return a;
     }
-    // The same by digits; x of the unit begins at `x`, and there are `groups` of it: of others any will do. WHOLE, of all its steps:
-    // without a loop, ptxas needs no instructions to clear the sums.
+    // The same by digits; x of the unit begins at `x`, and there are `groups` of it: of others any will do. WHOLE is for
+    // all steps of a unit, from 0 on: without a loop, ptxas needs no instructions to clear the sums.
     template <bool WHOLE, typename Ready, typename Then>
     __device__ __forceinline__ uint32_t add_digits(
         uint32_t a, uint32_t x, int groups, int lane, int step, int count, Ready ready, Then then) {

@@ -67,7 +67,7 @@ struct BlockScale {
         const uint32_t exponent = most + 0x00010000 & 0x7f800000;
         const bool number = most < 0x7f800000;
 #endif
-        const uint32_t its = min((268u << 23) + 1 + ~exponent, 253u << 23);  // 268 - exponent
+        const uint32_t its = min((268u << 23) + (~exponent + 1), 253u << 23);  // the sum is a difference: one instruction less
         up = __uint_as_float(its);
         down = number ? 254 - (its >> 23) : 255;
     }
@@ -94,10 +94,10 @@ __device__ __forceinline__ BlockScale scale_of(const uint4& x) {
     return BlockScale(__reduce_max_sync(~0u, max(sizes, sizes << 16)));
 }
 
-// Rescales `depth` staged elements from `first` on, in their place; each vector warp the blocks that it has staged. `load(at)` is what
-// a lane has of the block at `at`, from the block's element `mine` on; `store(at, x, up, inside)` writes that times a power of two if
-// it is inside the operand. For all lanes of the vector warps, once their warp's elements are there. The next block is loaded before a
-// block is stored; two at once took no less time in a whole step (results/gpu/versions.md).
+// Rescales `depth` staged elements from `first` on, in their place. Each vector warp takes every VECTOR_WARPS-th block, and calls this
+// with all lanes when the elements of its blocks are there. `mine` is the place in a block of a lane's first element. `load(at)` loads
+// the lane's eight elements of the block at `at`. `store(at, x, up, inside)` writes them times `up`; not if they are outside the
+// operand. The next block is loaded before a block is stored. Two blocks at once took no less time (results/gpu/versions.md).
 template <typename Load, typename Store>
 __device__ __forceinline__ void rescale_blocks(uint32_t first, int depth, int warp, int mine, Load load, Store store) {
     uint32_t number = warp + (first - shared_address(this_block().staging())) / X_BLOCK_BYTES;
@@ -138,10 +138,11 @@ __device__ __noinline__ void make_digits(uint32_t first, int depth, int warp) {
     };
     rescale_blocks(first, depth, warp, group * (X_BLOCK / 2), load, [&](uint32_t at, const uint4& x, float up, bool inside) {
         const uint2 even = integers_of(x.x, x.z, up), odd = integers_of(x.y, x.w, up);
-        if (!inside) return;
-        store_shared8(at + high, {__byte_perm(even.x, even.y, 0x7632), __byte_perm(odd.x, odd.y, 0x7632)});
-        store_shared8((at + high) ^ 32, {__byte_perm(even.x, even.y, 0x5410) ^ 0x80808080u,
-                                         __byte_perm(odd.x, odd.y, 0x5410) ^ 0x80808080u});
+        if (inside) {
+            store_shared8(at + high, {__byte_perm(even.x, even.y, 0x7632), __byte_perm(odd.x, odd.y, 0x7632)});
+            store_shared8((at + high) ^ 32, {__byte_perm(even.x, even.y, 0x5410) ^ 0x80808080u,
+                                             __byte_perm(odd.x, odd.y, 0x5410) ^ 0x80808080u});
+        }
     });
 }
 
@@ -159,7 +160,7 @@ __device__ __noinline__ void make_halves(uint32_t first, int depth, int warp) {
 }
 
 // As a step's flags say.
-__device__ __forceinline__ void rescale(uint32_t flags, const void* first, int depth, int warp) {
+__device__ __forceinline__ void rescale(uint32_t flags, void* first, int depth, int warp) {
     if (TAKES_DIGITS && flags & FW_STEP_DIGITS) make_digits(shared_address(first), depth, warp);
     if (TAKES_HALVES && flags & FW_STEP_HALVES) make_halves(shared_address(first), depth, warp);
 }

@@ -169,11 +169,11 @@ __device__ __forceinline__ void leave_scale(Vm vm, const amk_step_t& step, int r
     vm.block().scales[vm.thread()] = rsqrtf(__fdividef(sum, step.params.hidden) + step.params.eps);
 }
 
-// The only row, as above: of the first groups, all loads of a thread are under way at once. Announced before anybody looks at their
-// squares.
+// The only row. A thread has its first KEPT groups under way at once, and loads the others one by one. The row is announced before
+// anybody looks at its squares.
 __device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const char* w, int groups, const amk_step_t& step,
                                                    bool awaited) {
-    constexpr int KEPT = VECTOR_WARPS < 8 ? 3 : 2;  // six warps have all of 4,096 elements; more than it takes costs time
+    constexpr int KEPT = VECTOR_WARPS < 8 ? 3 : 2;  // as many as six or eight warps need for 4,096 elements
     const int first = vm.thread();
     const auto place = [&](int k) { return min(first + k * VECTOR_THREADS, groups - 1) * 16; };  // behind the end the last one
     const auto inside = [&](int k) { return first + k * VECTOR_THREADS < groups; };
