@@ -13,8 +13,8 @@
 #   faults[:KILLS]            10 kills for each campaign that is killed; needs PostgreSQL's server
 #   fuzz[:MINUTES[:SEED]]     4 minutes of all cores, from case 400000 on
 # checks, as many at once as there are cores, each on one:
-#   cache_memory lookup_acceptance mpk_steps ranks_predicted long_context aa_noise aa_noise_gpu calibration
-#   three_way quantised_checkpoints t4_roundtrip
+#   cache_memory lookup_acceptance mpk_steps ranks_predicted shipped_predicted long_context aa_noise aa_noise_gpu
+#   calibration three_way quantised_checkpoints t4_roundtrip
 #   operation_laws[:MUTANTS[:LAUNCHED]]  10,000 for the reference VM, 200 for each of the emulator's 5 variants
 #   proof_by_layers[:MUTANTS]            10,000
 #   proof_by_runs[:MUTANTS]              10,000
@@ -43,7 +43,7 @@ cores="$(getconf _NPROCESSORS_ONLN)"
 times=(search_rate serve_host ask_threads load_speed lowering_speed pack_speed mpk_speed reference_speed validate_scaling
   compile_speed samplers warm_start judge_samplers serve_storm crash_resume faults fuzz)
 checks=(long_context operation_laws proof_by_layers proof_by_runs aa_noise aa_noise_gpu three_way calibration
-  ranks_predicted quantised_checkpoints t4_roundtrip cache_memory lookup_acceptance mpk_steps)
+  ranks_predicted shipped_predicted quantised_checkpoints t4_roundtrip cache_memory lookup_acceptance mpk_steps)
 long=(tampering predicted_regret replay_measured mpk_orders emulated)
 
 # The line that asked for an output, and where it was made.
