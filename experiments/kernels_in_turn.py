@@ -35,6 +35,7 @@ from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.ir import config_from_dict, config_to_dict, validate
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
+from flywheel.measure.verdict import Verdict
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import OracleWeights
 from flywheel.search.workload import Workload, gpus_of, make_workload
@@ -172,6 +173,11 @@ def measure(
         place = judge.tokens[-1].tolist(), judge.positions[-1]
         contestants = [(step, name) for step in steps for name in kernels]
         examined: dict[tuple[str, str], Examined] = {}
+
+        def note(which: tuple[str, str], verdict: Verdict) -> None:
+            if not verdict.passed:
+                wrong.append(f"{', '.join(which)}, round {turn + 1}: {verdict.reason}")
+
         for turn in range(rounds):
             order = contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]
             with ExitStack() as stack:
@@ -179,22 +185,15 @@ def measure(
                     stack.enter_context(loaded.load_packed(step.packed, sources=kernels[name])) for step, name in order
                 ]
                 names = [(step.name, name) for step, name in order]
-                if not examined:
-                    examined = {which: judge.examine(session) for which, session in zip(names, sessions, strict=True)}
-                    verdicts = [each.verdict for each in examined.values()]
+                for which, session in zip(names, sessions, strict=True):
+                    if turn == 0:
+                        examined[which] = judge.examine(session)
+                        note(which, examined[which].verdict)
                 judge.prepare(sessions[0], place[1])
                 found = time_sessions(sessions, *place, samples=SAMPLES, warmup=WARMUP)
-                for which, session in zip(names, sessions, strict=True):
-                    logits = examined[which].logits
-                    verdicts.append(judge_repeated(session.read_rows(), logits, place[1], session.dtype))
-            for which, samples in zip(names, found, strict=True):
-                times.setdefault(which, []).append(median(samples))
-            wrong += [
-                f"{', '.join(which)}, round {turn + 1}: {verdict.reason}"
-                for which, verdict in zip(names * 2 if turn == 0 else names, verdicts, strict=True)
-                if not verdict.passed
-            ]
-            verdicts = []
+                for which, session, samples in zip(names, sessions, found, strict=True):
+                    times.setdefault(which, []).append(median(samples))
+                    note(which, judge_repeated(session.read_rows(), examined[which].logits, place[1], session.dtype))
 
 
 def table(steps: Sequence[str], kernels: Sequence[str], times: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:

@@ -95,8 +95,6 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
     if (blockIdx.x == 0 && threadIdx.x < block.ranks.ranks) {  // the launch before is over, refill included
         store_release_sys(begun_word(block.ranks, threadIdx.x, block.ranks.rank), launch + 1);
     }
-#endif
-#ifdef FW_RANKS
     for (int i = threadIdx.x; blockIdx.x == 0 && i < FW_MAX_RANKS * FW_MAX_ROWS; i += FW_THREADS) {
         *told_best(block.ranks, block.ranks.rank, i / FW_MAX_ROWS, launch + 1, i % FW_MAX_ROWS) = 0;
     }
