@@ -61,7 +61,7 @@ def shares(timeline: Timeline) -> list[Share]:
 def layer(timeline: Timeline, origin: str = BY_MODEL, place: str = "SM") -> str:
     """A picture of the middle layer, one SM a row; of the whole step where no task belongs to a layer.
 
-    The title says the `origin` of the spans, and `place` names a row.
+    The title says the `origin` of the spans, and `place` names a row. Lines part the rows of several GPUs.
     """
     labels = {task.id: task.label for task in timeline.program.tasks}
     numbers = sorted({int(found[1]) for text in labels.values() if (found := _LABEL.match(text))})
@@ -81,13 +81,14 @@ def layer(timeline: Timeline, origin: str = BY_MODEL, place: str = "SM") -> str:
         for name, mine in names.items()
     ]
     title = f"{_work(timeline.program)}{_what(chosen)} on every {place}, {origin}"
+    order, borders = _gpus(timeline.program, row)
+    began = f"us since {_what(chosen)} began, {origin}; a row is {_a(place)}{order}"
     parts += [
         label(_LEFT, 18, title, font_weight="bold"),
-        element("path", d=f"M{_LEFT} {_TOP}V{bottom:.2f}H{WIDTH - 20}", class_="axis"),
+        element("path", d=f"M{_LEFT} {_TOP}V{bottom:.2f}H{WIDTH - 20}{borders}", class_="axis"),
         *(label(across(value), bottom + 16, short(value), "middle faint") for value in across.ticks(10)),
         *(label(_LEFT - 6, _TOP + row * (sm + 0.5) + 4, str(sm), "end faint") for sm in _rows(sms)),
-        label((_LEFT + WIDTH) / 2, bottom + 34, f"us since {_what(chosen)} began, {origin}; a row is {_a(place)}",
-              "middle faint"),
+        label((_LEFT + WIDTH) / 2, bottom + 34, began, "middle faint"),
     ]
     return picture(WIDTH, bottom + 50 + 20 * _lines(list(names)), title, [*parts, *_legend(list(names), bottom + 56)])
 
@@ -103,7 +104,17 @@ def _work(program: MegakernelProgram) -> str:
     model, gpu, weights, batch = (program.meta.get(name) for name in ("model", "gpu", "weights", "batch"))
     stored = f", {weights} weights" if weights else ""
     sequences = f", {batch} sequences" if isinstance(batch, int) and batch > 1 else ""
-    return f"{model}{stored}{sequences} on {gpu}: " if model and gpu else ""
+    several = f"{program.ranks}x" if program.ranks > 1 else ""
+    return f"{model}{stored}{sequences} on {several}{gpu}: " if model and gpu else ""
+
+
+def _gpus(program: MegakernelProgram, row: float) -> tuple[str, str]:
+    """(in which order rows are of several GPUs, a path of lines between these); nothing for one GPU."""
+    if program.ranks == 1 or program.target is None:
+        return "", ""
+    each = row * program.target.num_sms
+    lines = "".join(f"M{_LEFT} {_TOP + each * rank:.2f}H{WIDTH - 20}" for rank in range(1, program.ranks))
+    return f"; GPU 0 is at the top, GPU {program.ranks - 1} at the bottom", lines
 
 
 def _what(chosen: int | None) -> str:

@@ -7,14 +7,19 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from imagined import SPECS, TARGET
 from traces import small_program, small_trace
 
-from flywheel.cost_model import timeline
+from flywheel.cost_model import predict, timeline
+from flywheel.lowering.lower import lower
 from flywheel.report.chrome import chrome_trace, measured_slices, predicted_slices
+from flywheel.report.facts import Schedule
 from flywheel.report.layer import BY_MODEL, layer, operation, shares
 from flywheel.report.palette import RESERVED, colour
 from flywheel.report.svg import standalone
 from flywheel.report.traced import hand_off_times, idle_us, measured, operation_times
+from flywheel.search.space import make_space
+from flywheel.search.workload import Workload
 from flywheel.vm.gpu.trace import Phase, hand_offs
 
 PHASES = {phase.value for phase in Phase}
@@ -93,6 +98,23 @@ def test_the_title_says_for_which_weights_and_sequences() -> None:
     plain = {"model": "qwen3-8b", "gpu": "h200", "batch": 1}
     drawn = layer(measured(replace(small_program(), meta=plain), small_trace()), "measured on an H200")
     assert "qwen3-8b on h200: layer 1 on every SM" in drawn
+
+
+def test_rows_of_several_gpus_are_parted_and_named() -> None:
+    work = Workload("small", SPECS[0], TARGET, "bf16", 256, 1, ranks=2)
+    space = make_space(work)
+    program = lower(work.graph, space.to_config(space.known_good()[0]), TARGET)
+    program = replace(program, meta={"model": "small", "gpu": "h200"})
+    drawn = standalone(layer(Schedule(program, tuple(timeline(program)), predict(program), "9")))
+    root = ElementTree.fromstring(drawn)
+    texts = [each.text or "" for each in root.iter() if each.tag.endswith("text")]
+    assert any(text.startswith("small on 2xh200: layer") for text in texts)
+    assert any(text.endswith("a row is an SM; GPU 0 is at the top, GPU 1 at the bottom") for text in texts)
+    (axis,) = [each.get("d") or "" for each in root.iter() if each.get("class") == "axis"]
+    found = re.fullmatch(r"M[\d.]+ ([\d.]+)V([\d.]+)H[\d.]+M[\d.]+ ([\d.]+)H[\d.]+", axis)
+    assert found is not None
+    top, bottom, border = map(float, found.groups())
+    assert border == pytest.approx((top + bottom) / 2, abs=0.02)
 
 
 def test_an_operation_has_one_colour_in_every_picture() -> None:
