@@ -26,6 +26,7 @@ CODES: dict[str, type[IntEnum]] = {
     "FW_SCALES_": formats.Scales,
     "FW_LAYOUT_": abi.Layout,
     "FW_STAMP_": abi.Stamp,
+    "FW_TIE_": abi.Tie,
     "FW_ANCHOR_": abi.Anchor,
     "FW_FAULT_": abi.Fault,
 }
@@ -170,7 +171,7 @@ def test_instructions_carry_the_capacities_of_the_abi(header: str) -> None:
 
 
 def test_a_row_of_a_trace_holds_every_stamp_and_every_anchor() -> None:
-    assert abi.numpy_struct("amk_trace_t")["at"].shape == (1 + max(*abi.Stamp, *abi.Anchor),)
+    assert abi.numpy_struct("amk_trace_t")["at"].shape == (1 + max(*abi.Stamp, *abi.Tie, *abi.Anchor),)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 
 from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS, MAX_RANKS
 from flywheel.ir.opcodes import PARAM_FIELDS
-from flywheel.vm.trace_abi import Anchor, Stamp
+from flywheel.vm.trace_abi import Anchor, Stamp, Tie
 
 MAX_STEPS: Final = 16
 """Steps of one task; a recipe with more is refused at load."""
@@ -302,8 +302,8 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
         ),
         "amk_trace_t": (
             Field(
-                "uint64_t", "at", max(len(Stamp), len(Anchor)),
-                note="Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor",
+                "uint64_t", "at", 1 + max(*Stamp, *Tie, *Anchor),
+                note="Stamp: cycles of the SM's clock, 0: not passed; and Tie. Or of an SM, Anchor",
             ),
         ),
         "amk_program_t": (

@@ -49,6 +49,7 @@ PREFIXES: Final[Mapping[str, type[IntEnum] | type[IntFlag]]] = MappingProxyType(
         "FW_SCALES": Scales,
         "FW_LAYOUT": abi.Layout,
         "FW_STAMP": trace_abi.Stamp,
+        "FW_TIE": trace_abi.Tie,
         "FW_ANCHOR": trace_abi.Anchor,
         "FW_FAULT": abi.Fault,
     }

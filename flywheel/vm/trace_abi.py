@@ -22,6 +22,13 @@ class Stamp(IntEnum):
     """It has signalled, if anybody asks for that."""
 
 
+class Tie(IntEnum):
+    """Behind the stamps of a task: what ties them to the global timer."""
+
+    TIMER_NS = 6
+    """The global timer at the stamp CURRENT."""
+
+
 class Anchor(IntEnum):
     """Of an SM: what ties its clock to the global timer, which all share but which ticks slowly; and its waits."""
 

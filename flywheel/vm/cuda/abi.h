@@ -154,6 +154,7 @@ typedef uint32_t amk_counter_t;
 #define FW_STAMP_MULTIPLIED 3
 #define FW_STAMP_STORED 4
 #define FW_STAMP_DONE 5
+#define FW_TIE_TIMER_NS 6
 #define FW_ANCHOR_FIRST_NS 0
 #define FW_ANCHOR_FIRST_CYCLES 1
 #define FW_ANCHOR_LAST_NS 2
@@ -426,7 +427,7 @@ FW_ASSERT_OFFSET(amk_report_t, value, 16);
 FW_ASSERT_OFFSET(amk_report_t, sm, 20);
 
 struct amk_trace_t {
-  uint64_t at[7];  // Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor
+  uint64_t at[7];  // Stamp: cycles of the SM's clock, 0: not passed; and Tie. Or of an SM, Anchor
 };
 static_assert(sizeof(amk_trace_t) == 56, "amk_trace_t");
 FW_ASSERT_OFFSET(amk_trace_t, at, 0);

@@ -43,8 +43,9 @@ struct Vm {
     __device__ __forceinline__ void stamp(int event) const {
 #ifdef FW_TRACE
         if (thread() != 0) return;
-        amk_trace_t* traces = reinterpret_cast<amk_trace_t*>(block().program.trace);
-        traces[block().queue_first + block().progress].at[event] = cycles();
+        amk_trace_t& trace = reinterpret_cast<amk_trace_t*>(block().program.trace)[block().queue_first + block().progress];
+        trace.at[event] = cycles();
+        if (event == FW_STAMP_CURRENT) trace.at[FW_TIE_TIMER_NS] = global_ns();
 #endif
     }
 

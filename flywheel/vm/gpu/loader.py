@@ -22,7 +22,7 @@ from flywheel.vm.gpu.stamps import stamps_ns
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, ranks_table
 from flywheel.vm.pack.ranks import WORDS_BYTES
-from flywheel.vm.trace_abi import Anchor, Stamp
+from flywheel.vm.trace_abi import Anchor, Stamp, Tie
 
 __all__ = ["LoadedProgram", "ResidentWeights"]
 
@@ -209,8 +209,8 @@ class LoadedProgram:
 
         Raises ConfigError where the kernel keeps no trace.
         """
-        stamps, anchors = self._read_stamps()
-        return stamps_ns(stamps, anchors, self.packed.instructions["sm"])
+        rows, anchors = self._read_rows()
+        return stamps_ns(rows[:, : len(Stamp)], rows[:, Tie.TIMER_NS], anchors, self.packed.instructions["sm"])
 
     def read_waits(self) -> npt.NDArray[np.float64]:
         """[SM, 3]: shares of the last launch's time in which the loader stalled, in which matrix warps starved, and in
@@ -218,17 +218,17 @@ class LoadedProgram:
 
         Raises ConfigError where the kernel keeps no trace.
         """
-        anchors = self._read_stamps()[1].astype(np.float64)
+        anchors = self._read_rows()[1].astype(np.float64)
         took = anchors[:, Anchor.LAST_CYCLES] - anchors[:, Anchor.FIRST_CYCLES]
         return anchors[:, [Anchor.STALLED, Anchor.STARVED, Anchor.AWAITING]] / np.maximum(took, 1.0)[:, None]
 
-    def _read_stamps(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """([instruction, Stamp], [SM, Anchor])."""
+    def _read_rows(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """([instruction, Stamp or Tie], [SM, Anchor])."""
         if self._trace is None:
             raise ConfigError("kernel: compiled without trace")
         count = len(self.packed.instructions)
         rows = self.gpu.download(self._trace, np.uint64, (count + self._grid, *_TRACE["at"].shape))
-        return rows[:count, : len(Stamp)], rows[count:, : len(Anchor)]
+        return rows[:count], rows[count:, : len(Anchor)]
 
     def sync(self, limit_s: float) -> None:
         """Wait for all launches so far, and check their report.

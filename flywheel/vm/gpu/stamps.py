@@ -1,25 +1,67 @@
-"""The times that a traced launch stamps, from cycles of each SM's clock to one timer of the GPU."""
+"""The times that a traced launch stamps, from cycles of each SM's clock to one timer of the GPU.
+
+An SM's clock is exact over a task, but not over a launch: groups of SMs run up to 3 % slower than others for a tenth of
+a millisecond. The timer is the same for all SMs, but ticks slowly. Together they give both.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.vm.trace_abi import Anchor
+from flywheel.vm.trace_abi import Anchor, Stamp
+
+Times = npt.NDArray[np.uint64]
+
+_WINDOW_NS: Final = 20_000
+"""Time over which readings of the timer are averaged: many ticks, and short beside changes of a clock's rate."""
 
 
-def stamps_ns(
-    stamps: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint64], sms: npt.NDArray[np.integer[Any]]
-) -> npt.NDArray[np.uint64]:
+def stamps_ns(stamps: Times, timers: Times, anchors: Times, sms: npt.NDArray[np.integer[Any]]) -> Times:
     """Stamps [instruction, Stamp] in ns of the global timer, from stamps in cycles of each SM's clock; 0 stays 0.
 
-    `anchors` are [SM, Anchor], zero for an SM that has not run a launch yet. `sms` is the SM of each instruction.
+    `timers` is the timer at each instruction's stamp CURRENT. `anchors` are [SM, Anchor], zero for an SM that has not
+    run a launch yet. `sms` is the SM of each instruction, whose instructions stand in the order of their stamps.
     """
+    # At first as if each clock's rate were even.
     ties = (Anchor.FIRST_NS, Anchor.FIRST_CYCLES, Anchor.LAST_NS, Anchor.LAST_CYCLES)
     first_ns, first, last_ns, last = (anchors[:, each].astype(np.int64)[sms, None] for each in ties)
     ns_per_cycle = (last_ns - first_ns) / np.maximum(last - first, 1)
     # Integers: the timer counts from 1970, and a float64 of that size cannot hold single nanoseconds.
-    found = first_ns + np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
-    return np.where(stamps == 0, 0, found).astype(np.uint64)
+    even = np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
+    read = timers.astype(np.int64)[:, None] - first_ns
+    middle = _tick_ns(timers) // 2
+    for sm in np.unique(sms):
+        rows = np.flatnonzero((sms == sm) & (stamps[:, Stamp.CURRENT] > 0))
+        if rows.size:
+            starts = even[rows, Stamp.CURRENT]
+            span = int((last_ns - first_ns)[rows[0], 0])
+            even[rows] += _late(starts, read[rows, 0] + middle - starts, span, even[rows])
+    return np.where(stamps == 0, 0, first_ns + even).astype(np.uint64)
+
+
+def _tick_ns(timers: Times) -> int:
+    """The time between two ticks of the timer: what divides the time between any two readings."""
+    return int(np.gcd.reduce(np.diff(np.unique(timers[timers > 0]))))
+
+
+def _late(
+    starts: npt.NDArray[np.int64], late: npt.NDArray[np.int64], span: int, at: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """What the timer is ahead of an SM's clock at the times `at`.
+
+    It is `late` at `starts`, by readings of the timer, and nothing at 0 and `span`, where the clock was set by ticks.
+    Readings near those two add nothing.
+    """
+    inside = (starts >= _WINDOW_NS) & (starts <= span - _WINDOW_NS)
+    knots, values = [0.0], [0.0]
+    begin = 0
+    starts, late = starts[inside], late[inside]
+    while begin < len(starts):
+        end = int(np.searchsorted(starts, starts[begin] + _WINDOW_NS))
+        knots.append(float(starts[begin:end].mean()))
+        values.append(float(late[begin:end].mean()))
+        begin = end
+    return np.rint(np.interp(at, [*knots, float(span)], [*values, 0.0])).astype(np.int64)

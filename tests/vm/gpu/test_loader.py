@@ -26,7 +26,6 @@ from flywheel.vm.gpu.driver import Gpu, Memory, load_variant
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.nvrtc import EntryUsage, arch_name, compile_variant
-from flywheel.vm.gpu.stamps import stamps_ns
 from flywheel.vm.gpu.timing import time_launches
 from flywheel.vm.gpu.weights import ResidentWeights, fragments_bytes
 from flywheel.vm.pack import PackedProgram, pack
@@ -532,14 +531,3 @@ except GpuFaultError as error:
 def test_a_wild_address_breaks_the_gpu_in_one_line(gpu: Gpu) -> None:
     done = subprocess.run([sys.executable, "-c", BREAKING], capture_output=True, text=True, check=False, timeout=120)
     assert "ILLEGAL_ADDRESS" in done.stderr.splitlines()[-1], done.stderr
-
-
-def test_stamps_are_told_in_nanoseconds_of_the_timer_that_all_sms_share() -> None:
-    epoch = 1_700_000_000_000_000_000
-    fast, slow = [epoch, 1000, epoch + 1_000_000, 1_901_000, 0, 0], [epoch + 64, 5, epoch + 64_064, 128_005, 0, 0]
-    anchors = np.array([fast, slow])
-    stamps = np.array([[1000, 1019, 1_901_000, 0, 0, 0], [5, 7, 128_005, 0, 0, 0]])
-    found = stamps_ns(stamps.astype(np.uint64), anchors.astype(np.uint64), np.array([0, 1], np.int32))
-    assert (found[:, :3] - np.uint64(epoch)).tolist() == [[0, 10, 1_000_000], [64, 65, 64_064]]
-    assert not found[:, 3:].any()
-    assert not stamps_ns(np.zeros((2, 6), np.uint64), np.zeros((2, 6), np.uint64), np.array([0, 1])).any()
