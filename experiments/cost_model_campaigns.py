@@ -2,7 +2,7 @@
 
     python experiments/cost_model_campaigns.py [results/gpu/calibration.tsv ...]
 
-By default it reads results/gpu/calibration.tsv, to part of which the shipped constants were fitted. Scores are of the
+By default it reads results/gpu/calibration.tsv, to part of which shipped constants were fitted. Scores are of the
 configs that `flywheel calibrate --held-back 0.6` holds back. They are also split, since most configs of a search are
 neighbours of its best ones. The replay counts the trials that `--prefilter` would have left unmeasured, of the same
 trials in the same order. A search with it would have proposed other trials.
@@ -54,9 +54,8 @@ def main() -> None:
     """Print scores and replays of each piece of work."""
     csv.field_size_limit(sys.maxsize)
     sys.stdout.write(
-        f"version {MODEL_VERSION} of the cost model. Its constants were fitted to those configs of\n"
-        "results/gpu/calibration.tsv that are not held back; which mechanisms it has was decided with\n"
-        "measured configs in sight, held back or not.\n"
+        f"version {MODEL_VERSION} of the cost model. No constant was fitted to a config that is held back; which\n"
+        "mechanisms it has was decided with measured configs in sight, held back or not.\n"
     )
     works = defaultdict[tuple[str, str, int], list[dict[str, str]]](list)
     for path in map(Path, sys.argv[1:] or [RECORDED]):

@@ -21,6 +21,7 @@ from flywheel.cli.options import (
 from flywheel.cli.provenance import find_campaign
 from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table
 from flywheel.cost_model import MODEL_VERSION
+from flywheel.cost_model.calibrate import FREE
 from flywheel.cost_model.calibration import constants
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ _MOST_JOBS: Final = 8
               help="Also use trials of these kernels, which must be as fast as the newest trial's; repeatable.")
 @click.option("--held-back", type=click.FloatRange(0.1, 0.9), default=0.5, show_default=True, metavar="SHARE",
               help="Share of each model's configs that only test the fit.")
+@click.option("--only", type=click.Choice([each.name for each in FREE]), multiple=True, metavar="CONSTANT",
+              help="Fit only this constant, as consumer.fp8_times; repeatable. All others stay as flywheel ships them.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N",
               help=f"Processes that predict.  [default: one per processor, up to {_MOST_JOBS}]")
 @click.option("-o", "--output", type=OutputFile(), default=Path("machine.json"), show_default=True,
@@ -51,6 +54,7 @@ def calibrate(
     campaigns: tuple[str, ...],
     kernels: tuple[str, ...],
     held_back: float,
+    only: tuple[str, ...],
     jobs: int | None,
     output: Path,
     as_json: bool,
@@ -77,8 +81,10 @@ def calibrate(
     if ceiling is None:
         note(f"flywheel: no probe of {gpu_name} in the store bounds its read rate; flywheel doctor --probe adds one")
     with open_pool(jobs or min(os.cpu_count() or 1, _MOST_JOBS)) as pool:
-        found = run_calibration(selection, ceiling, held_back, pool, lambda told: note(f"flywheel: {told}"), links)
-    document = _document(selection, found, output)
+        found = run_calibration(
+            selection, ceiling, held_back, pool, lambda told: note(f"flywheel: {told}"), links, only
+        )
+    document = _document(selection, found, only, output)
     if as_json:
         show_json(document)
     else:
@@ -86,7 +92,7 @@ def calibrate(
     write_file(output, dump_calibration(found.calibration))
 
 
-def _document(selection: Selection, found: Calibrated, output: Path) -> dict[str, Any]:
+def _document(selection: Selection, found: Calibrated, only: tuple[str, ...], output: Path) -> dict[str, Any]:
     return {
         "gpu": selection.gpu,
         **selection.place,
@@ -94,6 +100,7 @@ def _document(selection: Selection, found: Calibrated, output: Path) -> dict[str
         "predictor": found.calibration.predictor.version,
         "before": MODEL_VERSION,
         "probed": dict(found.probed),
+        "only": list(only),
         "other_kernels": list(selection.kernels),
         "campaigns": list(selection.campaigns),
         "elsewhere": selection.elsewhere,
@@ -123,6 +130,7 @@ def _show(document: dict[str, Any]) -> None:
                 ("measured", f"{measured}, kernels {', '.join([document['kernels'], *document['other_kernels']])}"),
                 ("campaigns", ", ".join(document["campaigns"])),
                 ("imported", f"{document['imported']:,} of these rows" if document["imported"] else None),
+                ("fitted", ", ".join(document["only"]) or None),
                 ("probed", _BOUNDS.format(**probed) if probed else None),
                 ("link", _LINK.format(**link) if (link := document["machine"].get("link")) else None),
                 ("disturbed", ", ".join(document["disturbed"]) or None),

@@ -149,13 +149,16 @@ def fit(
     price: Price,
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     watch: Callable[[float], None] = lambda _: None,
+    only: Sequence[str] = (),
 ) -> Machine:
-    """`machine` with the constants of FREE moved to the best agreement of prices and measured latencies.
+    """`machine` with the constants of FREE, or `only` those named, moved to the best agreement of prices and measured
+    latencies.
 
     `bounds` maps names to (low, high) that replace FREE's. `watch` gets the root mean square error of the logarithm
     after every step.
     """
-    free = [Free(each.name, *bounds.get(each.name, (each.low, each.high))) for each in FREE]
+    moved = [each for each in FREE if not only or each.name in only]
+    free = [Free(each.name, *bounds.get(each.name, (each.low, each.high))) for each in moved]
     scales = [_Scale(each, _get(machine, each.name)) for each in free]
 
     def build(place: Array) -> Machine:

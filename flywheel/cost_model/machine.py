@@ -1,9 +1,11 @@
 """The cost of a GPU and of the kernel's inner loops: the constants of the prediction, in one table.
 
 The H200's constants are fitted. `flywheel calibrate` moved them until predictions agreed with a part of the measured
-campaigns: at most 50 configs of each model and format of weights, random and searched ones.
-results/gpu/calibration.tsv has the rows, and results/calibration.txt the errors of the configs that were held back.
-`sm_read_gbs` and `poll_us` are estimates. The campaigns show:
+campaigns: at most 50 configs of each model and format of weights, random and searched ones. `fp8_times`, `int8_times`
+and `int4_times` were fitted to results/gpu/calibration.tsv, and before them all others to
+results/archive/h200/calibration.tsv, whose bf16 rows are the same and whose quantised rows are of older kernels.
+results/calibration.txt has the errors of the configs that were held back. `sm_read_gbs` and `poll_us` are estimates. The
+campaigns show:
 
 - The loader fills `copies` slots of its ring at once, when all of them are free and the chunk `inflight_chunks` before
   the last has landed. So ring and bytes in flight count in whole rounds of copies: four copies of 16 KiB and 96 KiB in
@@ -82,7 +84,7 @@ class Consumer:
 _FLOPS_PER_WARP_US: Final = 36e3
 """Rate of one warp of an H200 in an attention: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.0, 0.3798, 207.9e3, 0.7718, _FLOPS_PER_WARP_US, 11.08, 9.10, 11.93)
+VM: Final = Consumer(0.0, 0.3798, 207.9e3, 0.7718, _FLOPS_PER_WARP_US, 5.967, 3.938, 11.86)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flywheel.cost_model.demand import Demand
     from flywheel.cost_model.engine import Queues, Trace
 
-MODEL_VERSION: Final = "8"
+MODEL_VERSION: Final = "9"
 """The version changes whenever the same program may get another prediction."""
 
 

@@ -91,6 +91,16 @@ def test_the_text_has_before_and_after(measured: Path, run: Run) -> None:
     assert Path("m.json").exists()
 
 
+def test_only_what_is_named_is_fitted(measured: Path, run: Run) -> None:
+    only = ("--only", "consumer.chunk_us", "--only", "vector.fetch_us")
+    result = run("calibrate", "--gpu", "few", "--store", measured, "--jobs", "1", *only)
+    assert result.exit_code == 0, result.stderr
+    assert "consumer.chunk_us, vector.fetch_us" in result.stdout
+    found, stock = read_calibration("machine.json").machine, MACHINES["h200"]
+    assert found.consumer.chunk_us != stock.consumer.chunk_us
+    assert (found.copy_us, found.visibility_us) == (stock.copy_us, stock.visibility_us)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "fact"),
     [
@@ -99,6 +109,7 @@ def test_the_text_has_before_and_after(measured: Path, run: Run) -> None:
         (("--gpu", "few", "--held-back", "1"), 2, "is not in the range 0.1<=x<=0.9"),
         (("--gpu", "few", "--output", "nowhere/machine.json"), 2, "directory nowhere does not exist"),
         (("--gpu", "few", "--store", "other.db"), 5, "other.db"),
+        (("--gpu", "few", "--only", "consumer.fp9_times"), 2, "'consumer.fp9_times' is not one of 'read_gbs',"),
         ((), 2, "missing option '--gpu'"),
     ],
 )

@@ -32,7 +32,7 @@ from flywheel.plan.handoff import by_data as by_data_of
 from flywheel.plan.nodes import group_tasks
 
 KIB = 1024
-VERSION = "8"
+VERSION = "9"
 PREDICTED_US = (
     "0x1.8766baa3bb3cfp+5",
     "0x1.feabc0d4b96e6p+5",

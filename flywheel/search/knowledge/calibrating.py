@@ -207,8 +207,9 @@ def calibrate(
     pool: Callable[[Sequence[Sample]], Price] = price_here,
     watch: Callable[[str], None] = lambda _: None,
     links: Sequence[PeerLink] = (),
+    only: Sequence[str] = (),
 ) -> Calibrated:
-    """Fit the GPU's constants to a part of the measured configs, and score them on the rest.
+    """Fit the GPU's constants, or `only` those named, to a part of the measured configs, and score them on the rest.
 
     `ceiling`, from a probe of the GPU, bounds two constants: the highest rate at which weights are read, and the
     shortest hand-off by a counter. `held_back` is the share of configs that are scored. `watch` gets a line of progress
@@ -223,6 +224,7 @@ def calibrate(
             "read_gbs": (ceiling.read_gbs / _LEAST_READ, ceiling.read_gbs),
             "visibility_us": (ceiling.hand_off_us, _SLOWEST_HAND_OFF * ceiling.hand_off_us),
         }
+        bounds = {name: bound for name, bound in bounds.items() if not only or name in only}
         inside = {name: min(max(getattr(stock, name), low), high) for name, (low, high) in bounds.items()}
         begin = replace(begin, **inside)
     parts = [(each, *split(each.configs, held_back)) for each in selection.works]
@@ -241,12 +243,13 @@ def calibrate(
         watch(f"step {steps['done']}: predictions are off by {error * 100:.1f} % (root mean square)")
 
     watch(f"fitting to {len(samples)} programs")
-    machine = fit(begin, [sample.latency_us for sample in samples], pool(samples), bounds, step)
+    machine = fit(begin, [sample.latency_us for sample in samples], pool(samples), bounds, step, only)
     works = []
     for (each, _, kept), found in zip(parts, drawn, strict=True):
         watch(f"predicting {len(kept)} programs of {_name(each.workload)} that were held back")
         works.append(_scored(each.workload, kept, len(found), stock, machine))
-    return Calibrated(_frozen(selection, machine, probed, held_back, works), probed, tuple(works))
+    provenance = _provenance(selection, probed, held_back, only, works)
+    return Calibrated(Calibration(machine, provenance), probed, tuple(works))
 
 
 def _spread(configs: Sequence[Config], count: int) -> list[Config]:
@@ -306,16 +309,16 @@ def _scored(workload: Workload, configs: Sequence[Config], fitted: int, before: 
     )  # fmt: skip
 
 
-def _frozen(
-    selection: Selection, machine: Machine, probed: Mapping[str, float], held_back: float, works: Sequence[WorkFit]
-) -> Calibration:
-    provenance: dict[str, Any] = {
+def _provenance(
+    selection: Selection, probed: Mapping[str, float], held_back: float, only: Sequence[str], works: Sequence[WorkFit]
+) -> dict[str, Any]:
+    return {
         **selection.place,
         "other_kernels": list(selection.kernels),
         "campaigns": list(selection.campaigns),
         "probed": dict(probed),
         "held_back": held_back,
+        "only": list(only),
         "before": STOCK.version,
         "works": [asdict(each) for each in works],
     }
-    return Calibration(machine, provenance)

@@ -1,8 +1,8 @@
 """The times that a traced launch stamps, from cycles of each SM's clock to one timer of the GPU.
 
-An SM's clock is exact over a task, but its rate is not even: for some tenths of a millisecond, groups of neighbouring SMs
-may run about 2 % slower (results/gpu/h100/clocks.txt). The timer is the same for all SMs, but on some GPUs it ticks once
-a microsecond. So a stamp is a time of the SM's clock, which the timer's readings of many tasks correct.
+An SM's clock is exact over a task, but its rate is not even: for some tenths of a millisecond, neighbouring SMs may run
+about 2 % slower (results/gpu/h100/clocks.txt). The timer is the same for all SMs, but it ticks slowly. So a stamp is a
+time of the SM's clock, and readings of the timer at many tasks correct it.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.cost_model.calibrate import price_here
 from flywheel.cost_model.calibration import dump_calibration
 from flywheel.cost_model.links import Link
+from flywheel.cost_model.machine import machine_for
 from flywheel.errors import UnknownNameError, UsageError, WorkerDiedError
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.environment import Environment
@@ -118,6 +119,22 @@ def test_what_a_probe_measured_bounds_the_fit(lab: Lab) -> None:
     machine = found.calibration.machine
     assert machine.read_gbs <= 190.0 and machine.visibility_us >= 0.6
     assert found.probed == found.calibration.provenance["probed"] == {"read_gbs": 190.0, "visibility_us": 0.6}
+
+
+@pytest.mark.usefixtures("quick")
+def test_only_the_named_constants_move(lab: Lab) -> None:
+    lab.measure("a", 0, 20)
+    ceiling = Ceiling("Few", "1", "host", 1e-3, "ring", 4.9, "2026-01-01T00:00:00+00:00")
+    stock = machine_for(imagined.TARGET)
+    found = run(lab, ceiling=ceiling, only=("consumer.chunk_us", "vector.fetch_us"))
+    machine = found.calibration.machine
+    assert machine.consumer.chunk_us != stock.consumer.chunk_us and machine.vector.fetch_us != stock.vector.fetch_us
+    moved = replace(
+        stock, source="calibrated", consumer=replace(stock.consumer, chunk_us=machine.consumer.chunk_us),
+        vector=replace(stock.vector, fetch_us=machine.vector.fetch_us),
+    )  # fmt: skip
+    assert machine == moved
+    assert found.calibration.provenance["only"] == ["consumer.chunk_us", "vector.fetch_us"]
 
 
 @pytest.mark.usefixtures("quick")
