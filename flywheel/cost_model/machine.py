@@ -4,8 +4,8 @@ The H200's constants are fitted. `flywheel calibrate` moved them until predictio
 campaigns: at most 50 configs of each model and format of weights, random and searched ones. `fp8_times`, `int8_times`
 and `int4_times` were fitted to results/gpu/calibration.tsv, and before them all others to
 results/archive/h200/calibration.tsv, whose bf16 rows are the same and whose quantised rows are of older kernels.
-results/calibration.txt has the errors of the configs that were held back. `sm_read_gbs` and `poll_us` are estimates. The
-campaigns show:
+results/calibration.txt has the errors of the configs that were held back. `sm_read_gbs` and `poll_us` are estimates.
+The campaigns show:
 
 - The loader fills `copies` slots of its ring at once, when all of them are free and the chunk `inflight_chunks` before
   the last has landed. So ring and bytes in flight count in whole rounds of copies: four copies of 16 KiB and 96 KiB in
