@@ -47,12 +47,12 @@ def test_no_program_as_fast_as_its_rival_is_dismissed_on_recorded_noise(slower: 
 
 
 def test_few_programs_within_two_thousandths_of_their_rival_are_dismissed_on_recorded_noise() -> None:
-    assert dismissed(1.001) == 0.0
+    assert dismissed(1.001) < 2 / 640
     assert dismissed(1.002) <= 0.01
 
 
 @pytest.mark.parametrize(
-    ("slower", "share"), [(1.005, 0.45), (1.01, 0.85), (1.02, 0.95), (1.03, 0.98), (1.05, 0.999), (3.2, 1.0)]
+    ("slower", "share"), [(1.005, 0.55), (1.01, 0.9), (1.02, 0.98), (1.03, 0.99), (1.05, 0.999), (3.2, 1.0)]
 )
 def test_programs_that_are_clearly_slower_are_dismissed_on_recorded_noise(slower: float, share: float) -> None:
     assert dismissed(slower) >= share
