@@ -38,6 +38,7 @@
 # verdict:MODEL                    what a verdict takes
 # mpk                              orders of Mirage MPK on these kernels
 # calibrate                        the cost model's constants, from all that the store has measured
+# clocks:WORK                      how far SMs' clocks stray from an even rate within a launch
 # noise                            whether copies of a schedule beat each other, by the rows of the searches
 # versions:OLD                     the recorded schedules of llama3.2-1b and llama3-8b with this tree and with OLD, in turn
 # kernels:FOLDER[:ROUNDS]          recorded schedules of both models in bf16, int4 and fp8, with this tree's kernels and with those in
@@ -178,6 +179,9 @@ part() {
     calibrate) record calibrate.txt calibrate --gpu "$gpu" --output machine.json ;;
     versions) python3 experiments/two_versions.py "$work" . results/gpu/llama3.2-1b.schedule.json \
         results/gpu/llama3-8b.schedule.json --gpu "$gpu" --record "$output/two_versions.txt" ;;
+    clocks)
+      best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" &&
+        python3 experiments/sm_clocks.py "$output/$name.schedule.json" --commit "$commit" --record "$output/$name.clocks.txt" ;;
     kernels) python3 experiments/kernels_in_turn.py results/gpu/llama3{.2-1b,-8b}{,.int4,.fp8}.schedule.json \
         --kernels "old=$work" here ${more:+--rounds "$more"} --commit "$commit" --record "$output/kernels_in_turn.txt" ;;
     noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee -i "$output/aa_noise.txt" ;;

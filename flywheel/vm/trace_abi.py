@@ -30,7 +30,7 @@ class Tie(IntEnum):
 
 
 class Anchor(IntEnum):
-    """Of an SM: what ties its clock to the global timer, which all share but which ticks slowly; and its waits."""
+    """Of an SM: what ties its clock to the global timer, which all share; and its waits."""
 
     FIRST_NS = 0
     """The global timer at one of its ticks, when the launch began."""

@@ -209,7 +209,7 @@ class LoadedProgram:
 
         Raises ConfigError where the kernel keeps no trace.
         """
-        rows, anchors = self._read_rows()
+        rows, anchors = self.read_rows()
         return stamps_ns(rows[:, : len(Stamp)], rows[:, Tie.TIMER_NS], anchors, self.packed.instructions["sm"])
 
     def read_waits(self) -> npt.NDArray[np.float64]:
@@ -218,12 +218,15 @@ class LoadedProgram:
 
         Raises ConfigError where the kernel keeps no trace.
         """
-        anchors = self._read_rows()[1].astype(np.float64)
+        anchors = self.read_rows()[1].astype(np.float64)
         took = anchors[:, Anchor.LAST_CYCLES] - anchors[:, Anchor.FIRST_CYCLES]
         return anchors[:, [Anchor.STALLED, Anchor.STARVED, Anchor.AWAITING]] / np.maximum(took, 1.0)[:, None]
 
-    def _read_rows(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """([instruction, Stamp or Tie], [SM, Anchor])."""
+    def read_rows(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """([instruction, Stamp or Tie], [SM, Anchor]) of the last launch, stamps in cycles of each SM's clock.
+
+        Raises ConfigError where the kernel keeps no trace.
+        """
         if self._trace is None:
             raise ConfigError("kernel: compiled without trace")
         count = len(self.packed.instructions)

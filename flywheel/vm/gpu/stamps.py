@@ -1,8 +1,8 @@
 """The times that a traced launch stamps, from cycles of each SM's clock to one timer of the GPU.
 
 An SM's clock is exact over a task, but its rate is not even: for some tenths of a millisecond, neighbouring SMs may run
-about 2 % slower (results/gpu/h100/clocks.txt). The timer is the same for all SMs, but it ticks slowly. So a stamp is a
-time of the SM's clock, and readings of the timer at many tasks correct it.
+2 % faster than on average (results/gpu/h100/clocks.txt). The timer is the same for all SMs, but counts in steps of 32 ns
+or more. So a stamp is a time of the SM's clock, which readings of the timer at many tasks correct.
 """
 
 from __future__ import annotations
@@ -15,32 +15,36 @@ import numpy.typing as npt
 from flywheel.vm.trace_abi import Anchor, Stamp
 
 Times = npt.NDArray[np.uint64]
+Sms = npt.NDArray[np.integer[Any]]
 
 _WINDOW_NS: Final = 20_000
 """Time over which readings of the timer are averaged: many ticks, and short beside changes of a clock's rate."""
 
 
-def stamps_ns(stamps: Times, timers: Times, anchors: Times, sms: npt.NDArray[np.integer[Any]]) -> Times:
+def stamps_ns(stamps: Times, timers: Times, anchors: Times, sms: Sms) -> Times:
     """Stamps [instruction, Stamp] in ns of the global timer, from stamps in cycles of each SM's clock; 0 stays 0.
 
     `timers` is the timer at each instruction's stamp CURRENT. `anchors` are [SM, Anchor], zero for an SM that has not
     run a launch yet. `sms` is the SM of each instruction, whose instructions stand in the order of their stamps.
     """
-    # At first as if each clock's rate were even.
+    found, middle = even_ns(stamps, anchors, sms), _tick_ns(timers) // 2
+    for sm in np.unique(sms):
+        rows = np.flatnonzero((sms == sm) & (stamps[:, Stamp.CURRENT] > 0))
+        begin, end = anchors[sm, [Anchor.FIRST_NS, Anchor.LAST_NS]].astype(np.int64)
+        starts = found[rows, Stamp.CURRENT] - begin
+        late = timers[rows].astype(np.int64) + middle - begin - starts
+        found[rows] += _late(starts, late, int(end - begin), found[rows] - begin)
+    return np.where(stamps == 0, 0, found).astype(np.uint64)
+
+
+def even_ns(stamps: Times, anchors: Times, sms: Sms) -> npt.NDArray[np.int64]:
+    """The same as if the rate of each SM's clock were even between its anchors. Of a stamp 0 it makes some number."""
     ties = (Anchor.FIRST_NS, Anchor.FIRST_CYCLES, Anchor.LAST_NS, Anchor.LAST_CYCLES)
     first_ns, first, last_ns, last = (anchors[:, each].astype(np.int64)[sms, None] for each in ties)
     ns_per_cycle = (last_ns - first_ns) / np.maximum(last - first, 1)
     # Integers: the timer counts from 1970, and a float64 of that size cannot hold single nanoseconds.
-    even = np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
-    read = timers.astype(np.int64)[:, None] - first_ns
-    middle = _tick_ns(timers) // 2
-    for sm in np.unique(sms):
-        rows = np.flatnonzero((sms == sm) & (stamps[:, Stamp.CURRENT] > 0))
-        if rows.size:
-            starts = even[rows, Stamp.CURRENT]
-            span = int((last_ns - first_ns)[rows[0], 0])
-            even[rows] += _late(starts, read[rows, 0] + middle - starts, span, even[rows])
-    return np.where(stamps == 0, 0, first_ns + even).astype(np.uint64)
+    found: npt.NDArray[np.int64] = np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
+    return first_ns + found
 
 
 def _tick_ns(timers: Times) -> int:
