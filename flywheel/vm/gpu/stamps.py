@@ -1,8 +1,8 @@
 """The times that a traced launch stamps, from cycles of each SM's clock to one timer of the GPU.
 
 An SM's clock is exact over a task, but its rate is not even: for some tenths of a millisecond, neighbouring SMs may run
-2 % faster than on average (results/gpu/h100/clocks.txt). The timer is the same for all SMs, but counts in steps of 32 ns
-or more. So a stamp is a time of the SM's clock, which readings of the timer at many tasks correct.
+2 % faster than on average (results/gpu/h100/clocks.txt). All SMs share the timer, which counts in steps of 32 ns or
+more. So a stamp is a time of the SM's clock, corrected by readings of the timer at many tasks.
 """
 
 from __future__ import annotations
