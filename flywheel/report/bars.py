@@ -13,7 +13,7 @@ from flywheel.report.svg import Axis, element, label, picture, polyline, short, 
 OURS_COLOUR: Final = "#d9631e"
 RIVAL_COLOUR: Final = "#8a96a3"
 
-_WIDTH, _LEFT, _RIGHT = 960.0, 210.0, 720.0
+_WIDTH, _LEFT, _RIGHT = 1030.0, 280.0, 790.0
 _TOP, _ROW, _BAR, _HEADING, _AXIS = 48.0, 30.0, 18.0, 26.0, 44.0
 
 

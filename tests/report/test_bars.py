@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from flywheel.decode.lineup import RANK_RIVALS, RIVALS, Rival
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
@@ -14,6 +15,8 @@ from flywheel.report.svg import standalone
 
 PASSED = judge(error=0.01, where="logits", positions=(511,), dtype="BF16")
 WRONG = judge(error=1.0, where="logits", positions=(511,), dtype="BF16")
+WIDEST_CHARACTER = 6.7
+"""The mean width, in px, of characters of the longest names, as a browser draws them."""
 
 
 def entry(name: str, median_us: float) -> Entry:
@@ -65,3 +68,10 @@ def test_a_picture_without_any_time_still_shows_the_floors() -> None:
     drawing = bars("m", [comparison(512, wrong)])
     ElementTree.fromstring(drawing)
     assert "weights alone: 450.0 us" in drawing
+
+
+@pytest.mark.parametrize("rival", [*RIVALS.values(), *RANK_RIVALS.values()], ids=lambda rival: rival.name)
+def test_the_names_of_all_rivals_fit_beside_the_bars(rival: Rival) -> None:
+    drawing = bars("m", [comparison(512, entry(rival.name, 500.0))])
+    (end,) = re.findall(rf'<text [^>]*x="([0-9.]+)"[^>]*>{re.escape(rival.label)}<', drawing)
+    assert len(rival.label) * WIDEST_CHARACTER <= float(end)
