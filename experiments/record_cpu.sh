@@ -120,7 +120,7 @@ replay_measured() {
 }
 
 calibration() {
-  local table=results/gpu/calibration.tsv campaign randoms=() only=() kernels=()
+  local table=results/gpu/calibration.tsv campaign each randoms=() only=() kernels=()
   head_of flywheel import "$table" --campaign EACH --as EACH --store calibration.db
   for campaign in $(tail -n +2 "$table" | cut -f 1 | sort -u); do
     (cd "$scratch" && "$python" -m flywheel import "$table" --campaign "$campaign" --as "$campaign" \
@@ -129,12 +129,13 @@ calibration() {
   done
   for each in fp8 int8 int4; do only+=(--only "consumer.${each}_times"); done
   for each in c5bed74f5bbd4a94 90a33d03cc8a4d86 4883e04f8af3cd75; do kernels+=(--kernels "$each"); done  # of bf16 and int8
-  for each in only randoms; do
-    echo
-    if [[ "$each" == only ]]; then set -- "${only[@]}" "${kernels[@]}"; else set -- "${randoms[@]}"; fi
-    flywheel calibrate --gpu h200 --held-back 0.6 "$@" --jobs 1 --store calibration.db --output machine.json || return
-  done
+  ((${#randoms[@]})) && fitted "${only[@]}" "${kernels[@]}" && fitted "${randoms[@]}" || return
   echo && script cost_model_campaigns.py "$table"
+}
+
+fitted() {
+  echo
+  flywheel calibrate --gpu h200 --held-back 0.6 "$@" --jobs 1 --store calibration.db --output machine.json
 }
 
 emulated() {

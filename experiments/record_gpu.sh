@@ -181,7 +181,8 @@ part() {
         results/gpu/llama3-8b.schedule.json --gpu "$gpu" --record "$output/two_versions.txt" ;;
     clocks)
       best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" &&
-        python3 experiments/sm_clocks.py "$output/$name.schedule.json" --commit "$commit" --record "$output/$name.clocks.txt" ;;
+        (cd "$output" && python3 "$root/experiments/sm_clocks.py" "$name.schedule.json" --commit "$commit" \
+          --record "$name.clocks.txt") ;;
     kernels) python3 experiments/kernels_in_turn.py results/gpu/llama3{.2-1b,-8b}{,.int4,.fp8}.schedule.json \
         --kernels "old=$work" here ${more:+--rounds "$more"} --commit "$commit" --record "$output/kernels_in_turn.txt" ;;
     noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee -i "$output/aa_noise.txt" ;;
@@ -194,11 +195,11 @@ all=(
   probe
   search:llama3.2-1b bench:llama3.2-1b:cublas,compile:3 trace:llama3.2-1b
   search:llama3-8b bench:llama3-8b:cublas,compile:3 trace:llama3-8b
-  search:llama3-8b/int8:250 bench:llama3-8b/int8:cublas:3 trace:llama3-8b/int8
-  search:llama3-8b/fp8:250 bench:llama3-8b/fp8:cublas:3 trace:llama3-8b/fp8
+  search:llama3-8b/int8:250 bench:llama3-8b/int8:cublas,compile-int8:3 trace:llama3-8b/int8
+  search:llama3-8b/fp8:250 bench:llama3-8b/fp8:cublas,compile-fp8:3 trace:llama3-8b/fp8
   search:llama3-8b/int4:250 bench:llama3-8b/int4:cublas,tinygemm:3 trace:llama3-8b/int4
   search:llama3.2-1b/int4:250 bench:llama3.2-1b/int4:cublas,tinygemm:3 trace:llama3.2-1b/int4
-  search:llama3.2-1b/fp8:250 bench:llama3.2-1b/fp8:cublas:3 trace:llama3.2-1b/fp8
+  search:llama3.2-1b/fp8:250 bench:llama3.2-1b/fp8:cublas,compile-fp8:3 trace:llama3.2-1b/fp8
   search:llama3.2-1b/int8:150 bench:llama3.2-1b/int8:cublas,compile-int8:3
   search:llama3-70b/int4:30 bench:llama3-70b/int4:tinygemm:2
   search:qwen3-8b/int4:150 search:qwen3-8b/int4/8:150:60 batches:qwen3-8b/int4:cublas:1,8 trace:qwen3-8b/int4/8
@@ -207,7 +208,9 @@ all=(
   long:llama3.1-8b:32768:25:45
   generate:llama3.2-1b generate:llama3-8b serve:llama3-8b together:llama3.2-1b ragged:llama3.2-1b ragged:llama3-8b
   load:llama3-8b lookup:llama3.2-1b lookup:llama3-8b verdict:llama3.2-1b verdict:llama3-8b mpk sanitizer readme
-  random:llama3.2-1b random:llama3-8b measured:llama3.2-1b:150:2 measured:llama3-8b:150:2
+  random:llama3.2-1b random:llama3.2-1b/int4:150 random:llama3.2-1b/fp8:150
+  random:llama3-8b random:llama3-8b/int4:150 random:llama3-8b/fp8:150
+  measured:llama3.2-1b:150:2 measured:llama3-8b:150:2
   near:llama3.2-1b:60:5 near:llama3-8b:60:5
   noise conformance
 )
@@ -217,7 +220,7 @@ all_ranks=(
   search:llama3-8b/bf16/1/2:150 search:llama3.2-1b/bf16/1/2:150 search:llama3-8b/int4/1/2:150
   search:llama3-70b/bf16/1/2:25:60
   trace:llama3.2-1b/bf16/1/2 trace:llama3-8b/bf16/1/2
-  bench:llama3-8b/bf16/1/2:nccl:2 bench:llama3.2-1b/bf16/1/2:nccl:2
+  bench:llama3-8b/bf16/1/2:nccl,nccl-compile:2 bench:llama3.2-1b/bf16/1/2:nccl,nccl-compile:2
   ranks
 )
 

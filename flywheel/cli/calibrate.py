@@ -27,7 +27,7 @@ from flywheel.cost_model.free import FREE
 if TYPE_CHECKING:
     from flywheel.search.knowledge.calibrating import Calibrated, Selection
 
-_BOUNDS: Final = "read_gbs at most {read_gbs:,.0f}, visibility_us at least {visibility_us:.2f}"
+_BOUNDS: Final = {"read_gbs": "read_gbs at most {:,.0f}", "visibility_us": "visibility_us at least {:.2f}"}
 _LINK: Final = "{one_way_us:.2f} us one way ({same_gpu_us:.2f} on one GPU), {gbs:,.0f} GB/s"
 _MOST_JOBS: Final = 8
 
@@ -42,7 +42,8 @@ _MOST_JOBS: Final = 8
 @click.option("--held-back", type=click.FloatRange(0.1, 0.9), default=0.5, show_default=True, metavar="SHARE",
               help="Share of each model's configs that only test the fit.")
 @click.option("--only", type=click.Choice([each.name for each in FREE]), multiple=True, metavar="CONSTANT",
-              help="Fit only this constant, as consumer.fp8_times; repeatable. All others stay as flywheel ships them.")
+              help="Fit only this constant, as consumer.fp8_times; repeatable. The others, but for a probed link, "
+                   "stay as flywheel ships them.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N",
               help=f"Processes that predict.  [default: one per processor, up to {_MOST_JOBS}]")
 @click.option("-o", "--output", type=OutputFile(), default=Path("machine.json"), show_default=True,
@@ -131,7 +132,7 @@ def _show(document: dict[str, Any]) -> None:
                 ("campaigns", ", ".join(document["campaigns"])),
                 ("imported", f"{document['imported']:,} of these rows" if document["imported"] else None),
                 ("fitted", ", ".join(document["only"]) or None),
-                ("probed", _BOUNDS.format(**probed) if probed else None),
+                ("probed", ", ".join(_BOUNDS[name].format(value) for name, value in probed.items()) or None),
                 ("link", _LINK.format(**link) if (link := document["machine"].get("link")) else None),
                 ("disturbed", ", ".join(document["disturbed"]) or None),
                 ("left out", "; ".join(left_out) or None),

@@ -115,9 +115,11 @@ def fit(
     latencies.
 
     `bounds` maps names to (low, high) that replace FREE's. `watch` gets the root mean square error of the logarithm
-    after every step.
+    after every step. Raises ValueError where `only` names none of FREE.
     """
     moved = [each for each in FREE if not only or each.name in only]
+    if not moved:
+        raise ValueError(f"a fit moves no constant named {', '.join(only)}")
     free = [Free(each.name, *bounds.get(each.name, (each.low, each.high))) for each in moved]
     scales = [_Scale(each, _get(machine, each.name)) for each in free]
 

@@ -23,7 +23,7 @@ class Stamp(IntEnum):
 
 
 class Tie(IntEnum):
-    """Behind the stamps of a task: what ties them to the global timer."""
+    """What a task writes behind its stamps, to tie them to the global timer."""
 
     TIMER_NS = 6
     """The global timer at the stamp CURRENT."""

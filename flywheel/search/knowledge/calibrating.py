@@ -224,7 +224,8 @@ def calibrate(
             "read_gbs": (ceiling.read_gbs / _LEAST_READ, ceiling.read_gbs),
             "visibility_us": (ceiling.hand_off_us, _SLOWEST_HAND_OFF * ceiling.hand_off_us),
         }
-        bounds = {name: bound for name, bound in bounds.items() if not only or name in only}
+        probed = {name: value for name, value in probed.items() if not only or name in only}
+        bounds = {name: bounds[name] for name in probed}
         inside = {name: min(max(getattr(stock, name), low), high) for name, (low, high) in bounds.items()}
         begin = replace(begin, **inside)
     parts = [(each, *split(each.configs, held_back)) for each in selection.works]

@@ -135,6 +135,18 @@ def test_only_the_named_constants_move(lab: Lab) -> None:
     )  # fmt: skip
     assert machine == moved
     assert found.calibration.provenance["only"] == ["consumer.chunk_us", "vector.fetch_us"]
+    assert found.probed == {}
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_a_probe_measured_bounds_a_named_constant(lab: Lab) -> None:
+    lab.measure("a", 0, 20)
+    ceiling = Ceiling("Few", "1", "host", 190.0, "ring", 0.6, "2026-01-01T00:00:00+00:00")
+    found = run(lab, ceiling=ceiling, only=("read_gbs",))
+    assert found.probed == {"read_gbs": 190.0}
+    assert found.calibration.machine.read_gbs <= 190.0
+    with pytest.raises(ValueError, match="no constant named fp9_times"):
+        run(lab, only=("fp9_times",))
 
 
 @pytest.mark.usefixtures("quick")
