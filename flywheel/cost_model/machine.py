@@ -1,8 +1,8 @@
 """The cost of a GPU and of the kernel's inner loops: the constants of the prediction, in one table.
 
 The H200's constants are fitted. `flywheel calibrate` moved them until predictions agreed with a part of the measured
-campaigns: at most 50 configs of each model and format of weights, random and searched ones. All but three were fitted to
-results/archive/h200/calibration.tsv, and after them `fp8_times`, `int8_times` and `int4_times` to
+campaigns: at most 50 configs of each model and format of weights, random and searched ones. All but three were fitted
+to results/archive/h200/calibration.tsv, and after them `fp8_times`, `int8_times` and `int4_times` to
 results/gpu/calibration.tsv. The two tables have the same bf16 rows; the first has quantised rows of older kernels.
 results/calibration.txt has the errors of the configs that were held back. `sm_read_gbs` and `poll_us` are estimates.
 The campaigns show:
