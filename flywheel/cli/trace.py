@@ -149,7 +149,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
     """The trace as a document, JSON-ready. An operation's shares are fractions of its own time; the launch's are
     fractions of the time of all SMs."""
     from flywheel.measure.verdict import as_document
-    from flywheel.report.traced import exchange_times, hand_off_times, idle_us, operation_times
+    from flywheel.report.traced import exchange_times, hand_off_times, idle_us, layer_times, operation_times
     from flywheel.vm.gpu.trace import Phase
 
     launch, operations = traced.trace, operation_times(traced.trace)
@@ -181,6 +181,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
             }
             for each in operations
         ],
+        "layer": [asdict(each) for each in layer_times(launch)],
         "hand_offs": [
             {
                 "operation": each.operation,
@@ -243,6 +244,12 @@ def _show(document: dict[str, Any]) -> None:
         for row in document["operations"]
     ]  # fmt: skip
     show_table(("<operation", "tasks", "bytes", "us an SM", "GB/s", *phases), rows, indent="  ", gap=True)
+    if document["layer"]:
+        rows = [
+            (row["operation"], f"{row['tasks']:,}", *(_two(row[name]) for name in ("ready_us", "stored_us", "last_us")))
+            for row in document["layer"]
+        ]
+        show_table(("<in a layer", "tasks", "ready us", "stored us", "all stored us"), rows, indent="  ", gap=True)
     rows = [
         (row["operation"], ", ".join(row["after"]), f"{row['waited']:,} of {row['tasks']:,}", _two(row["median_us"]),
          _two(row["max_us"]), _two(row["sm_held_us"]), _two(row["sm_hand_off_us"]))

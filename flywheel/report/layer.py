@@ -99,6 +99,12 @@ def operation(text: str) -> str:
     return found[2] if found else text
 
 
+def layer_number(text: str) -> int | None:
+    """The layer in a task's label: of `L3.q_proj` 3. None for a task outside the layers."""
+    found = _LABEL.match(text)
+    return int(found[1]) if found else None
+
+
 def _work(program: MegakernelProgram) -> str:
     """The workload that the program was lowered for, as far as the program tells."""
     model, gpu, weights, batch = (program.meta.get(name) for name in ("model", "gpu", "weights", "batch"))

@@ -8,7 +8,7 @@ from statistics import median
 
 from flywheel.cost_model import TaskSpan
 from flywheel.ir import MegakernelProgram
-from flywheel.report.layer import operation
+from flywheel.report.layer import layer_number, operation
 from flywheel.vm.gpu.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_offs
 
 
@@ -45,6 +45,22 @@ class OperationTimes:
     def share(self, phase: Phase) -> float:
         """A phase's share of the operation's time."""
         return self.phases_us[phase] / self.sm_us if self.sm_us else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """When an operation of a layer runs, in us since the last task of the layer before stored its results: medians over
+    layers.
+
+    `ready_us` is when the median task has its inputs, `stored_us` when it has stored its results, and `last_us` when
+    all of the operation's `tasks` in a layer have.
+    """
+
+    operation: str
+    tasks: int
+    ready_us: float
+    stored_us: float
+    last_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +120,31 @@ def idle_us(trace: LaunchTrace) -> float:
     return trace.span_us - sum(each.done_us - each.current_us for each in trace.tasks) / trace.sms
 
 
+def layer_times(trace: LaunchTrace) -> list[LayerTimes]:
+    """The operations of a layer, first ready first. Empty for a launch without two layers in succession."""
+    layers: dict[int, dict[str, list[TracedTask]]] = {}
+    for traced in trace.tasks:
+        number = layer_number(traced.task.label)
+        if number is not None:
+            layers.setdefault(number, {}).setdefault(operation(traced.task.label), []).append(traced)
+    ends = {number: max(stored for tasks in layers[number].values() for stored in _stored(tasks)) for number in layers}
+    found: dict[str, list[tuple[int, float, float, float]]] = {}
+    for number, operations in layers.items():
+        begin = ends.get(number - 1)
+        if begin is not None:
+            for name, tasks in operations.items():
+                stored = _stored(tasks)
+                ready = median(traced.ready_us for traced in tasks)
+                row = (len(tasks), ready - begin, median(stored) - begin, max(stored) - begin)
+                found.setdefault(name, []).append(row)
+    rows = [
+        LayerTimes(name, round(median(tasks)), median(ready), median(stored), median(last))
+        for name, each in found.items()
+        for tasks, ready, stored, last in [zip(*each, strict=True)]
+    ]
+    return sorted(rows, key=lambda row: row.ready_us)
+
+
 def hand_off_times(trace: LaunchTrace) -> list[HandOffTimes]:
     """The hand-offs, in the order of the program's operations."""
     names: dict[int, dict[str, None]] = {}
@@ -113,6 +154,10 @@ def hand_off_times(trace: LaunchTrace) -> list[HandOffTimes]:
     for found in sorted(hand_offs(trace), key=lambda found: found.task.task.id):
         grouped.setdefault(operation(found.task.task.label), []).append(found)
     return [_hand_offs(name, together, names, trace.sms) for name, together in grouped.items()]
+
+
+def _stored(tasks: Iterable[TracedTask]) -> list[float]:
+    return [traced.stored_us for traced in tasks]
 
 
 def _by_operation(tasks: Iterable[TracedTask]) -> dict[str, list[TracedTask]]:

@@ -82,6 +82,7 @@ def test_the_tables_show_operations_and_hand_offs(run: Run, traced: list[Any]) -
     assert traced[0][1] is None
     for text in ("900.0 us without a trace, 950.0 us with it", "GB/s", "hand-off to", "stalled 25.0 %", "down_proj"):
         assert text in result.stdout
+    assert "in a layer" in result.stdout
     assert "random weights" in result.stderr
 
 
@@ -97,6 +98,8 @@ def test_the_document_adds_up_and_the_files_are_there(run: Run, traced: list[Any
     )
     assert {"wait", "stage", "multiply", "finish", "run", "signal"} == document["operations"][0]["phases"].keys()
     assert {row["operation"] for row in document["hand_offs"]} < {row["operation"] for row in document["operations"]}
+    assert {row["operation"] for row in document["layer"]} < {row["operation"] for row in document["operations"]}
+    assert all(row["ready_us"] <= row["stored_us"] <= row["last_us"] for row in document["layer"])
     assert (document["latency_us"], document["traced_us"]) == (900.0, 950.0)
     assert (document["trace"], document["picture"]) == ("t.json", "t.svg")
     trace = json.loads(Path("t.json").read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
@@ -17,7 +18,7 @@ from flywheel.report.facts import Schedule
 from flywheel.report.layer import BY_MODEL, layer, operation, shares
 from flywheel.report.palette import RESERVED, colour
 from flywheel.report.svg import standalone
-from flywheel.report.traced import hand_off_times, idle_us, measured, operation_times
+from flywheel.report.traced import hand_off_times, idle_us, layer_times, measured, operation_times
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 from flywheel.vm.gpu.trace import Phase, hand_offs
@@ -58,6 +59,25 @@ def test_what_moves_nothing_has_no_rate() -> None:
     without = [each for each in operation_times(small_trace()) if not each.bytes]
     assert without
     assert {each.gbs for each in without} == {None}
+
+
+def test_the_operations_of_a_layer_are_told_since_the_layer_before() -> None:
+    """The program has two layers, so medians over layers are those of the second."""
+    trace = small_trace()
+    stored = [each.stored_us for each in trace.tasks if each.task.label.startswith("L0.")]
+    found = layer_times(trace)
+    assert [each.ready_us for each in found] == sorted(each.ready_us for each in found)
+    assert {each.operation for each in found} == {
+        operation(each.task.label) for each in trace.tasks if each.task.label.startswith("L1.")
+    }
+    down = next(each for each in found if each.operation == "down_proj")
+    tasks = [each for each in trace.tasks if each.task.label == "L1.down_proj"]
+    assert down.tasks == len(tasks)
+    assert down.ready_us == pytest.approx(median(each.ready_us for each in tasks) - max(stored))
+    assert down.stored_us == pytest.approx(median(each.stored_us for each in tasks) - max(stored))
+    assert down.last_us == pytest.approx(max(each.stored_us for each in tasks) - max(stored))
+    alone = tuple(each for each in trace.tasks if not each.task.label.startswith("L1."))
+    assert layer_times(replace(trace, tasks=alone)) == []
 
 
 def test_hand_offs_name_who_signals_and_divide_the_waiting() -> None:
