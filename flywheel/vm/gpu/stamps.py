@@ -20,7 +20,6 @@ Sms = npt.NDArray[np.integer[Any]]
 _WINDOW_NS: Final = 20_000
 """Time over which readings of the timer are averaged: many ticks, and short beside changes of a clock's rate."""
 
-
 _SLOWEST_TICK_NS: Final = 1_024
 """No GPU is known to tick slower. A few readings may have a larger divisor by chance."""
 
