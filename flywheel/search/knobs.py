@@ -98,7 +98,7 @@ def _inflight(workload: Workload) -> list[Value]:
         config = ScheduleConfig(tiling, threads_per_block=int(GOOD_ON_H200["threads"]), smem_bytes_per_block=limit)
         return kernel_variant(config, workload.target, staged, codings).inflight_chunks
 
-    least = {under_way(size * 1024): size * 1024 for size in (128, 96, 64, 32)}  # of sizes that mean the same
+    least = {under_way(size * 1024): size * 1024 for size in (128, 96, 64, 48, 32)}  # of sizes that mean the same
     return sorted(least.values())
 
 

@@ -16,11 +16,12 @@ def works() -> ModuleType:
 
 @pytest.fixture
 def work(works: ModuleType) -> MegakernelProgram:
-    """A program with every kind of step: attention in parts, merges, norms, several tiles an SM, several copies."""
+    """A program with every kind of step: attention in parts, merges, norms, tiles, copies and slices."""
     found: MegakernelProgram = next(
         program
         for program in works.programs(0, 60)
         if any("combine" in task.label for task in program.tasks) and program.config.pipelining_depth
         and program.config.tiling["stream"]["copies"] > 1
+        and program.config.tiling.get("hand_off", {}).get("slices", 1) > 1
     )
     return found

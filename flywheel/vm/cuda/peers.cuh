@@ -145,6 +145,32 @@ template <typename Shard> __device__ __forceinline__ float sum_arrived(Vm vm, in
     return sum;
 }
 
+// What a product adds up that ADDS: the shards of all ranks, in their order, and behind them the sum.
+__device__ __forceinline__ const Operand* shards_to_add(Vm vm) {
+    return vm.task()->inputs + vm.task()->instruction.n_inputs - vm.block().ranks.ranks - 1;
+}
+
+// A column's sum of two ranks, by the lane that made this rank's shard of it and still has that in a register.
+struct PairSum {
+    const char* from = nullptr;  // where the other rank's shard arrives
+    char* to = nullptr;
+
+    // While the product runs, so that all that is left to do behind it is to look.
+    __device__ __forceinline__ void find(Vm vm, int rows, int row, int column) {
+        const Operand* const shards = shards_to_add(vm);
+        const Operand &theirs = shards[1 - vm.block().ranks.rank], &sum = shards[2];
+        const long long at = static_cast<long long>(row) * (sum.numel / rows) + column;
+        from = theirs.ptr + at * element_bytes(theirs.dtype);
+        to = sum.ptr + at * element_bytes(sum.dtype);
+    }
+
+    __device__ __forceinline__ void add(Vm vm, int dtype, float shard) const {  // of two, the order does not matter
+        uint32_t bits = load_bits_sys(dtype, from, 0);
+        while (is_absent(dtype, bits) && vm.again()) bits = load_bits_sys(dtype, from, 0);
+        store_float(to, shards_to_add(vm)[2].dtype != AMK_DTYPE_F32, shard + bits_to_float(dtype, bits));
+    }
+};
+
 // Where rank `of` learns how many launches rank `by` has begun.
 __device__ __forceinline__ uint32_t* begun_word(const amk_ranks_t& ranks, int of, int by) {
     return reinterpret_cast<uint32_t*>(ranks.words[of]) + by * (FW_COUNTER_STRIDE / 4);

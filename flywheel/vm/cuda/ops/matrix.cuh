@@ -64,9 +64,8 @@ __device__ __noinline__ void send_pass(Vm vm, const amk_step_t& step, int pass, 
 #ifdef FW_RANKS
 // Adds the shards of all ranks, once the only pass is sent: each thread the columns that it stored itself.
 __device__ __noinline__ void add_shards(Vm vm, const amk_step_t& step) {
-    const amk_instruction_t& instruction = vm.task()->instruction;
     const int ranks = vm.block().ranks.ranks, rows = product_rows(step.as.product.rows), n_off = vm.n_off(step);
-    const Operand* const shards = vm.task()->inputs + instruction.n_inputs - ranks - 1;
+    const Operand* const shards = shards_to_add(vm);
     const Operand& sum = shards[ranks];
     const int width = sum.numel / rows, blocks = (n_off + vm.n_tile(step) + 15) / 16 - n_off / 16;
 #pragma unroll 1
@@ -80,9 +79,9 @@ __device__ __noinline__ void add_shards(Vm vm, const amk_step_t& step) {
 #endif
 
 // Takes over what the matrix warps multiply, from row block `done` on: all of it, or where slices have to be staged again for
-// each pass, the next one. Says whether the launch goes on.
+// each pass, the next one. Says whether the launch goes on, and in `summed` whether lanes added the other rank's shard.
 __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
-                                          int& pass, int& done) {
+                                          int& pass, int& done, bool& summed) {
     const Operand out = vm.out(step);
     const int epilogue = step.as.product.epilogue, rows = product_rows(step.as.product.rows);
     const int n_off = vm.n_off(step), n_tile = vm.n_tile(step);
@@ -144,6 +143,11 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         const uint32_t peers = direct && first >= 0 ? peers_of(vm.task()->instruction) : 0;
         char* peer = peers != 0 ? vm.task()->images[__ffs(peers) - 1] + first * (out_is_half ? 2ll : 4ll) : nullptr;
         asm volatile("" : "+l"(peer));
+        summed = direct && adds(vm.task()->instruction) && vm.block().ranks.ranks == 2;
+        PairSum sum;
+        if (summed && first >= 0) sum.find(vm, rows, unit.m, n_off + unit.column);
+        asm volatile("" : "+l"(sum.from), "+l"(sum.to));
+        float shard = 0.0f;
 #endif
         // Only warps that have units of the pass wait for it; all of them agree behind it.
         const bool waits = EVERY_THREAD || vm.warp() * 2 < units;
@@ -176,7 +180,16 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
                 }
 #endif
                 store_float(target, out_is_half, value);
+#ifdef FW_RANKS
+                shard = round_to(out.dtype, value);
+#endif
             }
+#ifdef FW_RANKS
+            if (summed) {
+                vm.stamp(FW_STAMP_STORED);
+                if (passed & (first >= 0)) sum.add(vm, out.dtype, shard);
+            }
+#endif
             if (units > 2 * VECTOR_WARPS) {
                 advance();
             } else {
@@ -228,9 +241,10 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const bool streams = step.as.product.beside * step.as.product.kblocks * 16 < step.params.K;
     const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
     BestSeen best;
+    bool summed = false;
     do {
         if (stages) stagings = announce_x(vm, step, stagings);
-        if (!take_over(vm, step, streams, keeps_best, best, pass, done)) return;
+        if (!take_over(vm, step, streams, keeps_best, best, pass, done, summed)) return;
     } while (streams && done * 16 < vm.n_off(step) % 16 + vm.n_tile(step));
     if (keeps_best) best.keep(vm);
     if (vm.thread() == 0) {  // which everyone read before the barrier of the first pass
@@ -238,7 +252,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         vm.block().stagings = stagings;
     }
 #ifdef FW_RANKS
-    if (step.out == 0 && adds(vm.task()->instruction)) {
+    if (step.out == 0 && adds(vm.task()->instruction) && !summed) {
         vm.stamp(FW_STAMP_STORED);
         add_shards(vm, step);
     }
