@@ -36,9 +36,9 @@ STAGES: Final = MappingProxyType(
 """The stages at which a program can be dismissed, by samples so far.
 
 Without margins, a program as fast as its rival is dismissed with probability at most 3.3 % over all stages after the
-first, whatever the noise of independent pairs. The margins lower it: of 642 pairs of one program's recorded
-samples from two of its loads, none was dismissed. Where one was made slower, one pair was at 0.1 %, 57 % were at 0.5 %,
-90 % at 1 % and 98 % at 2 % (tests/measure/test_dismissal.py).
+first, whatever the noise of independent pairs. The margins lower it: of 628 pairs of one program's recorded
+samples from two of its loads, none was dismissed. Where one was made slower, one pair was at 0.1 %, 58 % were at 0.5 %,
+92 % at 1 % and 99 % at 2 % (tests/measure/test_dismissal.py).
 """
 
 
