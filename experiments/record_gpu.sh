@@ -27,7 +27,6 @@
 # measured:MODEL:TRIALS:SEEDS      cold searches, seed by seed
 # near:MODEL:TRIALS:SEEDS          after how many measurements they are near the best, many seeds at once
 # parts:MODEL:ROWS:TRIALS          where the time of the trials in results/gpu/ROWS goes
-# coded:WORK[+WORK ...]            quantised steps in turn; its WORKs are coded_speed.py's
 # generate:MODEL                   a token of a text, and the first one behind a long prompt
 # together:MODEL                   tokens of eight sequences
 # load:MODEL                       loading a bundle beside weights that are on the GPU
@@ -41,6 +40,7 @@
 # clocks:WORK                      how far SMs' clocks stray from an even rate within a launch
 # noise                            whether copies of a schedule beat each other, by the rows of the searches
 # versions:OLD                     the recorded schedules of llama3.2-1b and llama3-8b with this tree and with OLD, in turn
+# all-reduces:WORK[:ROUNDS]        what they cost by trace, two launches a round
 # kernels:FOLDER[:ROUNDS]          recorded schedules of both models in bf16, int4 and fp8, with this tree's kernels and with those in
 #                                  FOLDER, which is the flywheel/vm/cuda of another tree, in turn
 #
@@ -159,7 +159,6 @@ part() {
     parts)
       script "$model.measured_parts.txt" measured_parts.py --works "$model:$more:$rest"
       script "$model.measured_profile.txt" measured_parts.py --works "$model:$more:$rest" --profile 45 ;;
-    coded) IFS=+ read -ra works <<<"$5" && script coded_speed.txt coded_speed.py --gpu "$gpu" "${works[@]}" ;;
     generate)
       best "$name.schedule.json" "$model" bf16 1 &&
         script "$name.generate_speed.txt" generate_speed.py --gpu "$gpu" --works "$model:$name.schedule.json" ;;
@@ -183,8 +182,12 @@ part() {
       best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" &&
         (cd "$output" && python3 "$root/experiments/sm_clocks.py" "$name.schedule.json" --commit "$commit" \
           --record "$name.clocks.txt") ;;
-    kernels) python3 experiments/kernels_in_turn.py results/gpu/llama3{.2-1b,-8b}{,.int4,.fp8}.schedule.json \
-        --kernels "old=$work" here ${more:+--rounds "$more"} --commit "$commit" --record "$output/kernels_in_turn.txt" ;;
+    kernels) python3 experiments/in_turn.py results/gpu/llama3{.2-1b,-8b}{,.int4,.fp8}.schedule.json \
+        --kernels "old=$work" here ${more:+--rounds "$more"} --commit "$commit" --record "$output/kernels.txt" ;;
+    all-reduces)
+      best "$name.schedule.json" "$model" "$weights" "$batch" "$ranks" &&
+        (cd "$output" && python3 "$root/experiments/in_turn.py" "$name.schedule.json" --rounds "${more:-3}" --traced 2 \
+          --commit "$commit" --record "$name.all_reduces.txt") ;;
     noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee -i "$output/aa_noise.txt" ;;
     *) echo "record_gpu.sh: part $kind is none of those in its head" >&2; return 2 ;;
   esac
@@ -240,7 +243,7 @@ for each in "${parts[@]}"; do
   fi
   IFS=: read -r kind work more rest <<<"$each"
   began=$SECONDS
-  part "$kind" "$work" "$more" "$rest" "${each#*:}" || { echo "record_gpu.sh: $each failed" >&2; failed=$((failed + 1)); }
+  part "$kind" "$work" "$more" "$rest" || { echo "record_gpu.sh: $each failed" >&2; failed=$((failed + 1)); }
   echo "record_gpu.sh: $each took $((SECONDS - began)) s" | tee -a "$output/parts.txt"
 done
 ((${#left[@]} == 0)) || echo "record_gpu.sh: left for another call: ${left[*]}" | tee -a "$output/parts.txt"
