@@ -34,6 +34,7 @@ from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import open_source
 from flywheel.decode.verify import default_positions, judge_repeated
+from flywheel.errors import ConfigError
 from flywheel.ir import config_from_dict, config_to_dict, validate
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
@@ -106,7 +107,8 @@ def main() -> int:
     lines = [
         f"$ python experiments/in_turn.py {' '.join(said)} --traced {arguments.traced}",
         f"{environment.gpu}, driver {environment.driver}, NVRTC {nvrtc_version()}; us of a step, median and range of "
-        f"{arguments.rounds} rounds' medians, and the median over that of the first line of the same weights",
+        f"{arguments.rounds} rounds' medians, and the median over that of the first line of the same weights"
+        + ("; behind it us of an all-reduce, median and range of the traced launches' medians" if found.sums else ""),
         f"packed by commit {arguments.commit or environment.commit or 'unknown'}; digests of the kernels' sources: "
         + ", ".join(f"{name} {source_digest(sources)[:16]}" for name, sources in kernels.items()),
         *table(steps, list(kernels), found),
@@ -144,7 +146,7 @@ def read_kernels(text: str) -> tuple[str, Path]:
 
 def read_step(text: str) -> Step:
     """A schedule's program, perhaps with some knobs changed, proved and packed. Raises SystemExit for a change without
-    a number, and for a program without a proof."""
+    a number, a schedule that cannot be lowered, and a program without a proof."""
     path, _, changes = text.partition(":")
     schedule = load_schedule(Path(path))
     config: dict[str, Any] = config_to_dict(schedule.config)
@@ -157,7 +159,10 @@ def read_step(text: str) -> Step:
         place[name] = int(value)
     shared = schedule.model, schedule.gpu, schedule.dtype, schedule.weights, schedule.context, schedule.batch
     workload = workload_of(*shared)
-    program = lower(workload.graph, config_from_dict(config), workload.target)
+    try:
+        program = lower(workload.graph, config_from_dict(config), workload.target)
+    except ConfigError as error:
+        raise SystemExit(f"{text}: {error}") from error
     result = validate(program, strict=True)
     if not result.ok:
         raise SystemExit(f"{text}: {result.errors[0]}")
@@ -210,7 +215,8 @@ def measure(steps: Sequence[Step], kernels: Mapping[str, Path], rounds: int, tra
                 for (which, session), its in zip(sessions.items(), samples, strict=True):
                     found.times.setdefault(which, []).append(median(its))
                     note(which, judge_repeated(session.read_rows(), examined[which].logits, place[1], session.dtype))
-                for which in order if traced else ():
+            for which in order if traced else ():
+                with ExitStack() as stack:
                     note_sums(load(stack, which, True), which, place, traced, found)
 
 

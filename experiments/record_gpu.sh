@@ -40,7 +40,7 @@
 # clocks:WORK                      how far SMs' clocks stray from an even rate within a launch
 # noise                            whether copies of a schedule beat each other, by the rows of the searches
 # versions:OLD                     the recorded schedules of llama3.2-1b and llama3-8b with this tree and with OLD, in turn
-# all-reduces:WORK[:ROUNDS]        what they cost by trace, two launches a round
+# all-reduces:WORK[:ROUNDS]        what a step's all-reduces cost by trace, two launches a round
 # kernels:FOLDER[:ROUNDS]          recorded schedules of both models in bf16, int4 and fp8, with this tree's kernels and with those in
 #                                  FOLDER, which is the flywheel/vm/cuda of another tree, in turn
 #
@@ -222,7 +222,8 @@ all_ranks=(
   probe
   search:llama3-8b/bf16/1/2:150 search:llama3.2-1b/bf16/1/2:150 search:llama3-8b/int4/1/2:150
   search:llama3-70b/bf16/1/2:25:60
-  trace:llama3.2-1b/bf16/1/2 trace:llama3-8b/bf16/1/2
+  trace:llama3.2-1b/bf16/1/2 trace:llama3-8b/bf16/1/2 trace:llama3-8b/int4/1/2
+  clocks:llama3-8b/bf16/1/2 clocks:llama3-8b/int4/1/2
   bench:llama3-8b/bf16/1/2:nccl,nccl-compile:2 bench:llama3.2-1b/bf16/1/2:nccl,nccl-compile:2
   ranks
 )

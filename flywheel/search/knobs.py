@@ -84,8 +84,8 @@ def _chunks(workload: Workload) -> list[Value]:
 
 
 def _inflight(workload: Workload) -> list[Value]:
-    """What keeps memory busy, and what fills more and more of the ring that known_good has, as far as it lets copies be
-    under way."""
+    """What keeps an H200's memory busy (64 KiB), less for slower memories, and what fills more and more of the ring
+    that known_good has, as far as it lets copies be under way."""
     limit, chunks = workload.target.smem_bytes_per_block_optin, _chunks(workload)
     chunk = int(min(chunks, key=partial(distance, int(GOOD_ON_H200["chunk"]))))
     staged, codings = _variant(workload, limit, chunk).staged_bytes, _codings(workload)

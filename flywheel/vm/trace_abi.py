@@ -17,7 +17,8 @@ class Stamp(IntEnum):
     MULTIPLIED = 3
     """The last pass of its last matrix step is complete."""
     STORED = 4
-    """Its last step is done."""
+    """Its last step is done. Of a product that adds the ranks' partial sums: its own one is stored, at least by the
+    first warp."""
     DONE = 5
     """It has signalled, if anybody asks for that."""
 

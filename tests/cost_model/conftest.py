@@ -16,7 +16,7 @@ def works() -> ModuleType:
 
 @pytest.fixture
 def work(works: ModuleType) -> MegakernelProgram:
-    """A program with every kind of step: attention in parts, merges, norms, tiles, copies and slices."""
+    """A program with attention in parts, and so merges, that reads ahead, with several copies at once and slices."""
     found: MegakernelProgram = next(
         program
         for program in works.programs(0, 60)

@@ -150,15 +150,18 @@ __device__ __forceinline__ const Operand* shards_to_add(Vm vm) {
     return vm.task()->inputs + vm.task()->instruction.n_inputs - vm.block().ranks.ranks - 1;
 }
 
-// A column's sum of two ranks, by the lane that made this rank's shard of it and still has that in a register.
+// A column's sum of two ranks, by the lane that made this rank's shard of it and still has that in a register. Both shards have
+// one type, and the other rank writes into its own: FW_LAYOUT_AWAITED.
 struct PairSum {
     const char* from = nullptr;  // where the other rank's shard arrives
     char* to = nullptr;
 
+    static constexpr int SUM = 2;  // behind the shards of both ranks
+
     // While the product runs, so that all that is left to do behind it is to look.
     __device__ __forceinline__ void find(Vm vm, int rows, int row, int column) {
         const Operand* const shards = shards_to_add(vm);
-        const Operand &theirs = shards[1 - vm.block().ranks.rank], &sum = shards[2];
+        const Operand &theirs = shards[1 - vm.block().ranks.rank], &sum = shards[SUM];
         const long long at = static_cast<long long>(row) * (sum.numel / rows) + column;
         from = theirs.ptr + at * element_bytes(theirs.dtype);
         to = sum.ptr + at * element_bytes(sum.dtype);
@@ -167,7 +170,7 @@ struct PairSum {
     __device__ __forceinline__ void add(Vm vm, int dtype, float shard) const {  // of two, the order does not matter
         uint32_t bits = load_bits_sys(dtype, from, 0);
         while (is_absent(dtype, bits) && vm.again()) bits = load_bits_sys(dtype, from, 0);
-        store_float(to, shards_to_add(vm)[2].dtype != AMK_DTYPE_F32, shard + bits_to_float(dtype, bits));
+        store_float(to, shards_to_add(vm)[SUM].dtype != AMK_DTYPE_F32, shard + bits_to_float(dtype, bits));
     }
 };
 

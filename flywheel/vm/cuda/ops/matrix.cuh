@@ -62,7 +62,8 @@ __device__ __noinline__ void send_pass(Vm vm, const amk_step_t& step, int pass, 
 #endif
 
 #ifdef FW_RANKS
-// Adds the shards of all ranks, once the only pass is sent: each thread the columns that it stored itself.
+// Adds the shards of all ranks, once the only pass is sent, where lanes did not (PairSum): each thread the columns that it stored
+// itself.
 __device__ __noinline__ void add_shards(Vm vm, const amk_step_t& step) {
     const int ranks = vm.block().ranks.ranks, rows = product_rows(step.as.product.rows), n_off = vm.n_off(step);
     const Operand* const shards = shards_to_add(vm);
@@ -79,7 +80,8 @@ __device__ __noinline__ void add_shards(Vm vm, const amk_step_t& step) {
 #endif
 
 // Takes over what the matrix warps multiply, from row block `done` on: all of it, or where slices have to be staged again for
-// each pass, the next one. Says whether the launch goes on, and in `summed` whether lanes added the other rank's shard.
+// each pass, the next one. Says whether the launch goes on, and in `summed` whether each lane adds the other rank's shard
+// to its own.
 __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
                                           int& pass, int& done, bool& summed) {
     const Operand out = vm.out(step);
@@ -143,6 +145,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         const uint32_t peers = direct && first >= 0 ? peers_of(vm.task()->instruction) : 0;
         char* peer = peers != 0 ? vm.task()->images[__ffs(peers) - 1] + first * (out_is_half ? 2ll : 4ll) : nullptr;
         asm volatile("" : "+l"(peer));
+        // With two ranks it also adds the other one's, if the product adds.
         summed = direct && adds(vm.task()->instruction) && vm.block().ranks.ranks == 2;
         PairSum sum;
         if (summed && first >= 0) sum.find(vm, rows, unit.m, n_off + unit.column);
