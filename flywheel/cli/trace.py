@@ -259,10 +259,10 @@ def _show(document: dict[str, Any]) -> None:
     show_table(headers, rows, indent="  ", gap=True)
     if document["exchanges"]:
         rows = [
-            (row["operation"], f"{row['sums']:,}", _two(row["median_us"]), _two(row["max_us"]))
+            (row["operation"], f"{row['sums']:,}", _two(row["median_us"]), _two(row["mean_us"]), _two(row["max_us"]))
             for row in document["exchanges"]
         ]
-        show_table(("<exchange", "all-reduces", "median us", "max us"), rows, indent="  ", gap=True)
+        show_table(("<exchange", "all-reduces", "median us", "mean us", "max us"), rows, indent="  ", gap=True)
 
 
 def _two(value: float | None) -> str:

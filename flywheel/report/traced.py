@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 from flywheel.cost_model import TaskSpan
 from flywheel.ir import MegakernelProgram
@@ -85,11 +85,12 @@ class HandOffTimes:
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
     """The all-reduces of one operation, over all GPUs and layers: the time from the last stored partial sum to the
-    result."""
+    result. `sums` times `mean_us` is what they take in all."""
 
     operation: str
     sums: int
     median_us: float
+    mean_us: float
     max_us: float
 
 
@@ -98,7 +99,7 @@ def exchange_times(trace: LaunchTrace) -> list[ExchangeTimes]:
     grouped: dict[str, list[float]] = {}
     for each in sorted(trace.exchanges, key=lambda each: each.task.task.id):
         grouped.setdefault(operation(each.task.task.label), []).append(each.exposed_us)
-    return [ExchangeTimes(name, len(times), median(times), max(times)) for name, times in grouped.items()]
+    return [ExchangeTimes(name, len(times), median(times), mean(times), max(times)) for name, times in grouped.items()]
 
 
 def measured(program: MegakernelProgram, trace: LaunchTrace) -> Measured:

@@ -66,6 +66,7 @@ def test_a_sum_waits_for_the_last_summand_of_any_gpu() -> None:
     assert [each.exposed_us for each in joined.exchanges] == [pytest.approx(2.25), pytest.approx(0.5)]
     (found,) = exchange_times(joined)
     assert (found.operation, found.sums, found.max_us) == ("attn_sum", 2, pytest.approx(2.25))
+    assert found.mean_us == pytest.approx((2.25 + 0.5) / 2)
 
 
 def test_tasks_of_other_columns_are_no_summands() -> None:
