@@ -64,8 +64,7 @@ def step(rank: int, ranks: int, case: Case) -> Made:
     weights = random_weights(case.spec, 3, dtype)
     judge = Judge(OracleWeights(case.spec, weights, dtype), case.dtype, CONTEXT, (0, 24, 46, 47), case.batch, 5)
     shard = shard_of(case.spec, rank, ranks)
-    kept = {own: part for key, tensor in weights.items() for own, part in shard.keep(key, tensor).items()}
-    fused, verdicts, digest = fuse(shard.spec, kept), [], ""
+    fused, verdicts, digest = fuse(shard.spec, shard.of(weights)), [], ""
     for kind in (Alone, ShardedDecoder):
         decoder = kind(shard, fused, case.dtype, CONTEXT, batch=case.batch)
         for row in range(case.batch):

@@ -197,10 +197,10 @@ def _replay(graph: torch.cuda.CUDAGraph, held: TorchDecoder) -> None:
 
 
 def _weights_of(source: Source, shard: Shard, work: RankedWork, device: str) -> FusedWeights:
-    kept: dict[str, Tensor] = {}
-    for key, whole in source.weights_on_request(work.dtype, work.seed, device).items():
-        kept |= shard.keep(key, whole)
-    return fuse(shard.spec, kept)
+    weights = fuse(shard.spec, shard.of(source.weights_on_request(work.dtype, work.seed, device)))
+    if device != "cpu":
+        torch.cuda.empty_cache()  # whole matrices were there for a moment; other contestants share the GPU
+    return weights
 
 
 class _Timing:

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flywheel.decode.rivals import FusedWeights, TorchDecoder
+from flywheel.decode.source import Weights
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
+from flywheel.models.weights import WeightsOnRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +39,28 @@ class Shard:
     rows: tuple[tuple[int, int], ...]
     kv_heads: tuple[int, int]
 
-    def keep(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The rank's part of a weight of the whole model, by the keys of `spec`'s weights; a copy if it is smaller than
-        the whole.
+    def of(self, weights: Weights) -> WeightsOnRequest:
+        """The rank's parts of the whole model's `weights`, by the keys of `spec`'s, each made when it is asked for: a
+        copy if it is smaller than the whole. So a GPU holds no more than the parts and one whole matrix.
 
         The LM heads of all ranks have as many rows as the largest part, since gathering needs equal parts; surplus rows
         are 0.
         """
-        part = self.parts.get(key)
-        kept = {key: tensor if part is None else tensor.narrow(*part).clone()}
-        if key == model_weight_key(self.whole, "lm_head"):
-            first, stop = self.rows[self.rank]
-            most = max(stop - first for first, stop in self.rows)
-            own = tensor[first:stop].clone()
-            kept[MODEL_WEIGHT_KEYS["lm_head"]] = own if len(own) == most else pad(own, (0, 0, 0, most - len(own)))
-        return kept
+        head = MODEL_WEIGHT_KEYS["lm_head"]
+
+        def make(key: str) -> Tensor:
+            if key == head:
+                return self._head_of(weights[model_weight_key(self.whole, "lm_head")])
+            part = self.parts.get(key)
+            return weights[key] if part is None else weights[key].narrow(*part).clone()
+
+        return WeightsOnRequest([*weights, head], make)
+
+    def _head_of(self, whole: Tensor) -> Tensor:
+        first, stop = self.rows[self.rank]
+        most = max(stop - first for first, stop in self.rows)
+        own = whole[first:stop].clone()
+        return own if len(own) == most else pad(own, (0, 0, 0, most - len(own)))
 
 
 def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:

@@ -53,8 +53,7 @@ def test_ranks_together_make_the_oracles_logits_and_all_the_same(ranks: int, cas
 def test_what_ranks_keep_is_the_whole_model(spec: DecoderSpec, ranks: int) -> None:
     weights = random_weights(spec, 3, torch.float32)
     shards = [shard_of(spec, rank, ranks) for rank in range(ranks)]
-    kept = [{own: part for key, each in weights.items() for own, part in shard.keep(key, each).items()}
-            for shard in shards]  # fmt: skip
+    kept = [dict(shard.of(weights)) for shard in shards]
     for shard, own in zip(shards, kept, strict=True):
         shapes = checkpoint_tensors(shard.spec)
         most = max(stop - first for first, stop in shard.rows)
