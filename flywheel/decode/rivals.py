@@ -58,9 +58,9 @@ class FusedWeights:
 
 
 def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeights:
-    """Join the matrices that are multiplied by the same vector. Joined matrices are copies; all others are shared with
-    `weights`, which has the keys of `checkpoint_tensors(spec)` or of the parts of quantised matrices, all of one dtype
-    on one device.
+    """Join the matrices that are multiplied by the same vector. Joined matrices are copies; all others are the tensors
+    of `weights`, which has the keys of `checkpoint_tensors(spec)` or of the parts of quantised matrices, all of one
+    dtype on one device.
 
     `form` must be one that `lineup.refusal` accepts. It stores quantised matrices whole (dequantised, rounded to that
     dtype), as codes, or as tiles.

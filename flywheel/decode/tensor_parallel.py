@@ -41,7 +41,8 @@ class Shard:
 
     def of(self, weights: Weights) -> WeightsOnRequest:
         """The rank's parts of the whole model's `weights`, by the keys of `spec`'s, each made when it is asked for: a
-        copy if it is smaller than the whole. So a GPU holds no more than the parts and one whole matrix.
+        copy, or the whole where all ranks have that. If `weights` are made on request too, a whole matrix is there only
+        while its part is made.
 
         The LM heads of all ranks have as many rows as the largest part, since gathering needs equal parts; surplus rows
         are 0.

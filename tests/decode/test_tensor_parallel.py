@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Iterator
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ from effort import LONG, sample
 from ranks_at_work import Case, die_in_company, fail_alone, refuse_in_company, step_each
 
 from flywheel.decode.rank_processes import run_ranks
+from flywheel.decode.rivals import fuse
 from flywheel.decode.tensor_parallel import shard_of
 from flywheel.errors import ConfigError, FlywheelError, NoGpuError, UsageError, WorkerDiedError
 from flywheel.ir import DType
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.models.weights import checkpoint_tensors, random_weights
+from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_weights
 
 LIMIT_S = 300.0
 LLAMA = DecoderSpec("llama", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 128)
@@ -50,7 +53,7 @@ def test_ranks_together_make_the_oracles_logits_and_all_the_same(ranks: int, cas
 
 @pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_ranks_keep_is_the_whole_model(spec: DecoderSpec, ranks: int) -> None:
+def test_parts_of_all_ranks_are_the_whole_model(spec: DecoderSpec, ranks: int) -> None:
     weights = random_weights(spec, 3, torch.float32)
     shards = [shard_of(spec, rank, ranks) for rank in range(ranks)]
     kept = [dict(shard.of(weights)) for shard in shards]
@@ -66,6 +69,26 @@ def test_what_ranks_keep_is_the_whole_model(spec: DecoderSpec, ranks: int) -> No
     for name, axis in (("self_attn.q_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
         key = f"model.layers.1.{name}.weight"
         assert torch.equal(torch.cat([own[key] for own in kept], axis), weights[key])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
+def test_a_whole_matrix_is_there_only_while_its_part_is_made(spec: DecoderSpec) -> None:
+    weights, shard = random_weights(spec, 3, torch.float32), shard_of(spec, 1, 2)
+    made: list[tuple[str, ReferenceType[torch.Tensor]]] = []
+
+    def make(key: str) -> torch.Tensor:
+        assert [before for before, whole in made if before in shard.parts and whole() is not None] == []
+        made.append((key, ref(tensor := weights[key].clone())))
+        return tensor
+
+    fused = fuse(shard.spec, shard.of(WeightsOnRequest(weights, make)))
+    asked = Counter(key for key, _ in made)
+    twice = {"model.embed_tokens.weight"} if spec.tied_head else set()
+    assert asked == Counter([*weights, *twice])
+    matrices = [each for layer in fused.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    for each in (*matrices, fused.head):
+        assert isinstance(each, torch.Tensor)
+        assert each.untyped_storage().nbytes() == each.nbytes, "a part holds the whole"
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
