@@ -60,7 +60,7 @@ def time_in_turns(session: CudaSession, cases: list[list[int]], samples: int) ->
     import torch
 
     session._prepare([1] * BATCH, cases[0])
-    loaded = session._loaded
+    loaded = session.loaded
     places = [torch.tensor(case, dtype=torch.int32, device="cuda") for case in cases]
     torch.cuda.synchronize()
 

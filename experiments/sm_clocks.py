@@ -79,7 +79,7 @@ def measured(path: Path, launches: int) -> list[str]:
     ):
         for number in range(launches):
             session.trace([1] * schedule.batch, schedule.context - 1, warmup=WARMUP)
-            for gpu, part in enumerate(session._loaded.parts):
+            for gpu, part in enumerate(session.loaded.parts):
                 lines += [f"launch {number + 1}, GPU {gpu}", *table(*strayed(part), part.packed.instructions["sm"])]
     return lines
 

@@ -219,7 +219,7 @@ class CudaSession:
         self._finish_torch: Final = model.finish_torch
         self.taps: Final = taps
         self.shares_memory: Final = any(part.packed.shares_memory for part in loaded.parts)
-        self._loaded = loaded
+        self.loaded: Final = loaded
         self._whole = whole
         self._load_apart = load_apart
         self._apart: LoadedProgram | None = None
@@ -235,7 +235,7 @@ class CudaSession:
 
     def close(self) -> None:
         """Free the program's memory."""
-        self._loaded.close()
+        self.loaded.close()
         if self._apart is not None:
             self._apart.close()
 
@@ -251,8 +251,8 @@ class CudaSession:
         check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
         hold_rows(self.caches, positions_of(position, self.batch), wanted, self.lanes)
         self._prepare(token_ids, position)
-        self._launch(self._loaded, position)
-        self._loaded.sync(self._limit_s)
+        self._launch(self.loaded, position)
+        self.loaded.sync(self._limit_s)
         return self.read_rows()
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
@@ -266,12 +266,12 @@ class CudaSession:
         self._prepare([0] * (self.batch * self.lanes), [0] * self.batch)
         if self.lanes > 1:
             return self._stepped()
-        rows = QueuedRows(self._loaded, self.caches, self.batch, self._limit_s)
+        rows = QueuedRows(self.loaded, self.caches, self.batch, self._limit_s)
         return QueuedSequences(rows, self.caches, self._prefill, self.batch, partial(check_join, self))
 
     def _stepped(self) -> SteppedSequences:
-        assert isinstance(self._loaded, LoadedProgram)  # ranks have one lane
-        launches = AwaitedLaunches(self, self._loaded, self._limit_s)
+        assert isinstance(self.loaded, LoadedProgram)  # ranks have one lane
+        launches = AwaitedLaunches(self, self.loaded, self._limit_s)
         return SteppedSequences(launches, launches)
 
     def stream(
@@ -283,11 +283,11 @@ class CudaSession:
             self._prepare([0] * self.lanes, 0)
             return stream_by_lanes(self._stepped(), prompt, positions, start, sampling)
         self._prepare(prompt[start], positions - 1)
-        return decode_ahead(self._loaded, self.caches, prompt, positions, start, sampling, self._limit_s)
+        return decode_ahead(self.loaded, self.caches, prompt, positions, start, sampling, self._limit_s)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """See `JudgedSession.show`. Raises as `step`, and GpuMemoryError."""
-        loaded = self._loaded
+        loaded = self.loaded
         if apart and self.shares_memory and self._load_apart is not None:
             loaded = self._apart = self._apart or self._load_apart()
         self._prepare(token_ids, position, loaded)
@@ -312,7 +312,7 @@ class CudaSession:
 
     def read_rows(self) -> list[Step]:
         """The last launch's result for each sequence, with logits on the CPU."""
-        logits, tokens = self._loaded.read_output("logits"), self._loaded.read_output("next_token")
+        logits, tokens = self.loaded.read_output("logits"), self.loaded.read_output("next_token")
         return [Step(row, int(token)) for row, token in zip(torch.from_numpy(logits), tokens, strict=True)]
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
@@ -322,18 +322,18 @@ class CudaSession:
     def time(self, token_id: Tokens, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
         """Time launches at a position, on the current caches, each with an empty L2 cache. Raises as `step`."""
         self._prepare(token_id, position)
-        return time_launches(self._loaded, position, samples=samples, warmup=warmup, l2="clean", limit_s=self._limit_s)
+        return time_launches(self.loaded, position, samples=samples, warmup=warmup, l2="clean", limit_s=self._limit_s)
 
     def time_batch(self, position: int, latency: MeasuredLatency) -> MeasuredLatency:
         """Add to `latency` of `time_sessions` what `time` measures beyond single launches: many launches back to back.
         Raises as `step` does."""
-        return time_batch(self._loaded, position, latency, self._limit_s)
+        return time_batch(self.loaded, position, latency, self._limit_s)
 
     def launcher(self, token_id: Tokens, position: int) -> tuple[Launch, Launch]:
         """(a function that enqueues one launch at `position`, a function that waits for all launches). The latter
         raises as `step` does."""
         self._prepare(token_id, position)
-        return partial(self._loaded.launch, position), partial(self._loaded.sync, self._limit_s)
+        return partial(self.loaded.launch, position), partial(self.loaded.sync, self._limit_s)
 
     def trace(self, token_id: Tokens, position: int, *, warmup: int) -> tuple[float, LaunchTrace]:
         """(time in us by CUDA events, trace) of one launch at `position` after `warmup` others, each with an empty L2.
@@ -342,13 +342,13 @@ class CudaSession:
         stamps.
         """
         launch, finish = self.launcher(token_id, position)
-        gpu, *peers = [part.gpu for part in self._loaded.parts]
+        gpu, *peers = [part.gpu for part in self.loaded.parts]
         ((latency_us,),) = time_contestants(gpu, [launch], finish, samples=1, warmup=warmup, peers=peers)
         return latency_us, self.read_trace()
 
     def read_trace(self) -> LaunchTrace:
         """The trace of the last launch, of all GPUs. Raises as `trace`."""
-        parts = self._loaded.parts
+        parts = self.loaded.parts
         traces = [read_stamps(each.packed, each.read_trace(), each.read_waits()) for each in parts]
         return traces[0] if len(traces) == 1 else join_traces([each.packed for each in parts], traces)
 
@@ -370,7 +370,7 @@ class CudaSession:
         places = lane_places(positions_of(position, self.batch), self.lanes)
         self._positions[: len(places)] = torch.tensor(places)
         self._finish_torch()
-        prepared = loaded or self._loaded
+        prepared = loaded or self.loaded
         prepared.poison()
         prepared.write_input("token_id", np.array(token_ids, np.int32))
         prepared.write_input("position", np.array(places, np.int32))
@@ -391,7 +391,7 @@ def time_sessions(
     """
     for session in sessions:
         session._prepare(token_id, position)
-    loaded = [session._loaded for session in sessions]
+    loaded = [session.loaded for session in sessions]
     limit_s = sessions[0]._limit_s
     return time_in_turn(
         loaded, position, samples=samples, warmup=warmup, limit_s=limit_s, dismissing=dismissing

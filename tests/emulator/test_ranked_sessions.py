@@ -53,7 +53,7 @@ def test_a_program_of_several_gpus_passes_the_verdict(ranks: int, batch: int) ->
 
 
 def test_a_gpu_with_other_weights_fails_the_verdict(session: CudaSession) -> None:
-    other = session._loaded.parts[1]
+    other = session.loaded.parts[1]
     matrix = next(buffer for buffer in other.packed.program.buffers if buffer.name.startswith("L0.o_proj"))
     other.gpu.fill(Memory(other.address(matrix.name), matrix.nbytes), 0)
     assert not verify(session, WEIGHTS, POSITIONS).passed
@@ -94,7 +94,7 @@ def test_what_is_chosen_of_the_first_gpus_logits_is_what_all_decode_next(session
 
 
 def test_a_launch_that_is_stopped_leaves_a_session_that_can_be_used(session: CudaSession) -> None:
-    missing = session._loaded.parts[1].gpu
+    missing = session.loaded.parts[1].gpu
     assert isinstance(missing, Peer)
     session._limit_s = 0.5
     before = session.step(3, 0)
@@ -108,7 +108,7 @@ def test_a_launch_that_is_stopped_leaves_a_session_that_can_be_used(session: Cud
 def test_a_product_that_is_to_add_is_named_with_the_sum() -> None:
     program = lowered(QWEN, 2, 1, by_data=True, columns=32)
     with emulated_ranks(peers(), program, QWEN, WEIGHTS) as session:
-        loaded = session._loaded.parts[0]
+        loaded = session.loaded.parts[0]
         row, total = next(iter(loaded.packed.sums.items()))
         place = loaded.packed.instructions["task"][row]
         report = np.zeros(1, numpy_struct("amk_report_t"))[0]
