@@ -221,7 +221,7 @@ all=(
 all_ranks=(
   probe
   search:llama3-8b/bf16/1/2:150 search:llama3.2-1b/bf16/1/2:150 search:llama3-8b/int4/1/2:150
-  search:llama3-70b/bf16/1/2:25:60
+  search:llama3-70b/bf16/1/2:25:60 bench:llama3-70b/bf16/1/2:nccl:2
   trace:llama3.2-1b/bf16/1/2 trace:llama3-8b/bf16/1/2 trace:llama3-8b/int4/1/2
   clocks:llama3-8b/bf16/1/2 clocks:llama3-8b/int4/1/2
   bench:llama3-8b/bf16/1/2:nccl,nccl-compile:2 bench:llama3.2-1b/bf16/1/2:nccl,nccl-compile:2
