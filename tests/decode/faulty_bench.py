@@ -47,7 +47,7 @@ class FaultyBench(CudaBench):
                 self._mark.touch()
                 with self._model.load(program) as session:
                     self._judge.prepare(session, self._judge.positions[1])
-                    session._loaded.launch(7)
+                    session.loaded.launch(7)
                     os.kill(os.getpid(), signal.SIGKILL)
         return super().measure(program)
 

@@ -210,10 +210,10 @@ def test_a_stream_whose_launches_are_stopped_ends_and_the_session_is_usable(
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_rank(session: CudaSession) -> None:
     before = session.step(3, 0).logits.clone()
-    session._loaded.write_input("token_id", np.array([SPEC.vocab], np.int32))
-    session._loaded.launch(0)
+    session.loaded.write_input("token_id", np.array([SPEC.vocab], np.int32))
+    session.loaded.launch(0)
     with pytest.raises(TensorError, match=rf"^rank 0: .*id {SPEC.vocab} is no row of its table$"):
-        session._loaded.sync(5.0)
+        session.loaded.sync(5.0)
     assert torch.equal(session.step(3, 0).logits, before)
 
 

@@ -125,7 +125,7 @@ with emulated_session(EmulatedGpu(), program_of("blocks", 1), SPEC, WEIGHTS, Emu
     session.caches.hold(0, 64)
     for position in (63, 190):
         session._prepare(3, position)
-        session._launch(session._loaded, position)
+        session._launch(session.loaded, position)
         print("over", position, flush=True)
 """
 

@@ -101,4 +101,4 @@ def test_a_launch_without_a_position_for_each_lane_is_refused() -> None:
         emulated_session(EmulatedGpu(), program_of("data", 1, 4), SPEC, weights) as session,
         pytest.raises(ConfigError, match="of 4 lanes; a launch takes the position of each row"),
     ):
-        session._loaded.launch(3)
+        session.loaded.launch(3)
