@@ -42,7 +42,7 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import OracleWeights
 from flywheel.report.traced import exchange_times
-from flywheel.search.workload import Workload, gpus_of, make_workload
+from flywheel.search.workload import gpus_of, make_workload
 from flywheel.store.schedule import load_schedule
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version
@@ -61,8 +61,9 @@ class Step:
     """A schedule's program."""
 
     name: str
-    shared: tuple[str, str, str, str, int, int]
-    """Model, GPU, type, weights, context and batch: what steps that share a model have in common."""
+    shared: tuple[str, str, str, int, int, str]
+    """What `make_workload` takes: model, GPU, type, context, batch and weights. Steps that share a model have it in
+    common."""
     packed: AnyPacked
 
 
@@ -74,11 +75,6 @@ class Found:
     times: dict[Which, list[float]]
     sums: dict[tuple[str, str, str], list[float]]
     wrong: list[str]
-
-
-def workload_of(model: str, gpu: str, dtype: str, weights: str, context: int, batch: int) -> Workload:
-    """What steps that share a model compute."""
-    return make_workload(model, gpu, dtype, context, batch, weights)
 
 
 def main() -> int:
@@ -157,8 +153,8 @@ def read_step(text: str) -> Step:
             raise SystemExit(f"{text}: {change} is not GROUP.KNOB=NUMBER or threads_per_block=NUMBER")
         place = config["tiling"].setdefault(group, {}) if group else config
         place[name] = int(value)
-    shared = schedule.model, schedule.gpu, schedule.dtype, schedule.weights, schedule.context, schedule.batch
-    workload = workload_of(*shared)
+    shared = schedule.model, schedule.gpu, schedule.dtype, schedule.context, schedule.batch, schedule.weights
+    workload = make_workload(*shared)
     try:
         program = lower(workload.graph, config_from_dict(config), workload.target)
     except ConfigError as error:
@@ -181,8 +177,8 @@ def compile_step(step: Step, sources: Path, trace: bool) -> None:
 
 def measure(steps: Sequence[Step], kernels: Mapping[str, Path], rounds: int, traced: int, found: Found) -> None:
     """Add what steps that share a model take."""
-    model, gpu, dtype, _, context, batch = steps[0].shared
-    formats = workload_of(*steps[0].shared).formats
+    model, gpu, dtype, context, batch, _ = steps[0].shared
+    formats = make_workload(*steps[0].shared).formats
     source = open_source(model)
     first, *peers = open_gpus(gpus_of(gpu)[0])
     weights = weights_for(source, DTYPES[dtype], 0, formats, [first, *peers])

@@ -62,8 +62,8 @@ def check_stopped(exit_code: int | None, stdout: str, stderr: str, fact: str) ->
     assert fact in lines[-1]
 
 
-def search(run: Run, store: str, fact: str, jobs: int = 1) -> None:
-    """Search into a store that fails as `fact` says."""
+def check_search_stops(run: Run, store: str, fact: str, jobs: int = 1) -> None:
+    """Assert that a search into a store that fails stops with code 5, and says `fact` in one line."""
     result = run(*SEARCH, "--jobs", jobs, "--trials", "9", "--store", store)
     check_stopped(result.exit_code, result.stdout, result.stderr, fact)
 
@@ -87,7 +87,7 @@ def test_a_server_that_stops_under_a_search_is_code_5(
     store = postgres_server.create_database()
     strike(postgres_server.stop)
     try:
-        search(run, store, "connection", jobs)
+        check_search_stops(run, store, "connection", jobs)
     finally:
         postgres_server.start()
     check_resumes(run, store, TRIALS_BEFORE)
@@ -98,12 +98,12 @@ def test_a_database_that_is_dropped_under_a_search_is_code_5(
 ) -> None:
     store = postgres_server.create_database()
     strike(lambda: postgres_server.drop_database(store))
-    search(run, store, "does not exist")
+    check_search_stops(run, store, "does not exist")
 
 
 def test_a_file_that_is_removed_under_a_search_is_code_5(run: Run, strike: Callable[..., None]) -> None:
     strike(Path("trials.db").unlink)
-    search(run, "trials.db", "removed or replaced")
+    check_search_stops(run, "trials.db", "removed or replaced")
     assert not Path("trials.db").exists()
 
 
@@ -129,7 +129,7 @@ def test_a_store_that_is_locked_under_a_search_is_code_5(
     lock: AbstractContextManager[None] = (file_lock if store_url.startswith("sqlite") else table_lock)(store_url)
     with ExitStack() as held:
         strike(lambda: held.enter_context(lock))
-        search(run, store_url, "is locked by another")
+        check_search_stops(run, store_url, "is locked by another")
     check_resumes(run, store_url, TRIALS_BEFORE)
 
 
@@ -162,7 +162,7 @@ def test_a_server_that_freezes_under_a_search_is_code_5(
     store = postgres_server.create_database()
     strike(postgres_server.freeze)
     try:
-        search(run, store, "does not answer", jobs)
+        check_search_stops(run, store, "does not answer", jobs)
     finally:
         postgres_server.thaw()
     check_resumes(run, store, TRIALS_BEFORE)

@@ -142,7 +142,7 @@ def expected(program: MegakernelProgram, first: list[int], start: int) -> list[t
 @pytest.mark.parametrize(("seed", "name"), sample(pairs(range(5), CONFIGS), 2))
 def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, seed: int, name: str) -> None:
     gpu.seed = seed
-    _compare(gpu, lowered(gpu, CONFIGS[name]), [5])
+    check_launches(gpu, lowered(gpu, CONFIGS[name]), [5])
 
 
 def test_a_launch_that_waits_for_ever_ends_when_the_host_says_so(gpu: EmulatedGpu) -> None:
@@ -169,12 +169,12 @@ def test_a_launch_that_waits_for_ever_ends_when_the_host_says_so(gpu: EmulatedGp
 @pytest.mark.parametrize(("name", "start"), pairs(CONFIGS, [14, 30, 44]))
 def test_windows_move_from_block_to_block(gpu: EmulatedGpu, name: str, start: int) -> None:
     """Blocks begin at rows 0, 16 and 32."""
-    _compare(gpu, lowered(gpu, CONFIGS[name]), [5], start)
+    check_launches(gpu, lowered(gpu, CONFIGS[name]), [5], start)
 
 
 @pytest.mark.parametrize("name", sample(CONFIGS, 2))
 def test_a_batch_gives_the_reference_s_tokens_row_by_row(gpu: EmulatedGpu, name: str) -> None:
-    _compare(gpu, lowered(gpu, CONFIGS[name], 3), [5, 17, 0])
+    check_launches(gpu, lowered(gpu, CONFIGS[name], 3), [5, 17, 0])
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def long_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("long_heads")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_long_heads_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str) -> None:
-    _compare(gpu, lowered(gpu, CONFIGS[name]), [5], 30)
+    check_launches(gpu, lowered(gpu, CONFIGS[name]), [5], 30)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_norms_of_long_rows_leave_their_scales_to_products(
     tiling = {**CONFIGS[name].tiling, "warps": {"matrix": 2}}
     program = lowered(gpu, replace(CONFIGS[name], tiling=tiling, threads_per_block=threads), batch)
     assert (pack(program).steps["flags"] & StepFlag.LEAVES_SCALE).any()
-    _compare(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6][:batch])
+    check_launches(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6][:batch])
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str,
     gpu.seed = seed
     program = lowered(gpu, in_tiles(CONFIGS[name], tile), 8)
     assert first_slices(program, tile).any()
-    _compare(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6])
+    check_launches(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6])
 
 
 @pytest.mark.usefixtures("short_area")
@@ -275,8 +275,9 @@ def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: in
         assert loaded.read_report()["fault"] == Fault.ABORTED
 
 
-def _compare(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int], start: int = 0) -> None:
-    """Of launch after launch, from these tokens and position on."""
+def check_launches(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int], start: int = 0) -> None:
+    """Assert that launch after launch, from these tokens and position on, has the reference VM's logits and the token
+    of the best of them."""
     with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights) as loaded:  # type: ignore[arg-type]
         for pos, (logits, following) in enumerate(expected(program, token, start), start):
             loaded.write_input("token_id", np.array(token, np.int32))

@@ -35,8 +35,8 @@ MODELS = {"micro_2layer": MICRO, "tiny": TINY, "tinyamp": WIDE, "tinybw": WIDE}
 Graphs = Callable[..., MpkGraph]
 
 
-def _judged(program: MegakernelProgram, spec: DecoderSpec, positions: Sequence[int] = (0, 7, CONTEXT - 1)) -> None:
-    """The reference VM makes of the program, tensor by tensor up to the logits, what the oracle of the model makes."""
+def check_logits(program: MegakernelProgram, spec: DecoderSpec, positions: Sequence[int] = (0, 7, CONTEXT - 1)) -> None:
+    """Assert that the reference VM makes of each tensor, up to the logits, what the oracle of the model makes."""
     result = validate(program, strict=True)
     assert result.ok, result.report()
     dtype = next(buffer.dtype for buffer in program.buffers if buffer.name == "x_out")
@@ -48,7 +48,7 @@ def _judged(program: MegakernelProgram, spec: DecoderSpec, positions: Sequence[i
 @pytest.mark.parametrize("name", ["micro_2layer", "tiny"])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 def test_a_converted_graph_gives_the_logits_of_the_model(graph: Graphs, name: str, dtype: DType) -> None:
-    _judged(convert(graph(name), MODELS[name], H200, CONTEXT, dtype), MODELS[name])
+    check_logits(convert(graph(name), MODELS[name], H200, CONTEXT, dtype), MODELS[name])
 
 
 @pytest.mark.parametrize("name", ["tinyamp", "tinybw"])
@@ -58,13 +58,13 @@ def test_types_of_other_gpus_are_converted_too(graph: Graphs, name: str) -> None
 
 
 def test_a_llama_without_norms_of_queries_is_converted() -> None:
-    _judged(convert(llama_graph(LLAMA), LLAMA, H200, CONTEXT, DType.F32), LLAMA)
+    check_logits(convert(llama_graph(LLAMA), LLAMA, H200, CONTEXT, DType.F32), LLAMA)
 
 
 def test_requests_become_sequences_of_a_batch() -> None:
     program = convert(llama_graph(LLAMA, requests=3), LLAMA, H200, CONTEXT, DType.F32)
     assert program.meta["batch"] == 3
-    _judged(program, LLAMA, (0, CONTEXT - 1))
+    check_logits(program, LLAMA, (0, CONTEXT - 1))
 
 
 def test_tiles_joins_and_queues_are_those_of_the_graph(graph: Graphs) -> None:
@@ -88,7 +88,7 @@ def test_a_rescheduled_graph_is_converted_in_its_order(graph: Graphs) -> None:
     for each in (moved, late):
         program = convert(each, MICRO, H200, CONTEXT, DType.F32)
         assert Counter(task.label for task in program.tasks) == Counter(task.label for task in plain.tasks)
-        _judged(program, MICRO, (0, CONTEXT - 1))
+        check_logits(program, MICRO, (0, CONTEXT - 1))
 
 
 def test_rows_of_a_padded_vocabulary_are_left_out(graph: Graphs) -> None:
@@ -96,7 +96,7 @@ def test_rows_of_a_padded_vocabulary_are_left_out(graph: Graphs) -> None:
     program = convert(graph("micro_2layer"), spec, H200, CONTEXT, DType.F32)
     tiles = [task for task in program.tasks if task.label == "lm_head"]
     assert sum(task.params["N_tile"] for task in tiles) == 100
-    _judged(program, spec, (0, CONTEXT - 1))
+    check_logits(program, spec, (0, CONTEXT - 1))
 
 
 @pytest.mark.parametrize(
