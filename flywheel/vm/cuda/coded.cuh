@@ -4,7 +4,7 @@
 // Source: docs/vm.md, "Quantised weights".
 #pragma once
 
-#include "coding.cuh"
+#include "coded_rows.cuh"
 #include "digits.cuh"
 
 #if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
@@ -12,21 +12,21 @@
 // As Product, of one format. Of one row, column c of an mma carries x of group c, and of accumulator j column j alone counts: the
 // sum of group j. Of digits, columns 2t and 2t + 1 carry those of one group, of the first four or of the others. Several rows are a
 // column each.
-template <int FORMAT> struct CodedProduct {
+template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
     using C = Coding<FORMAT>;
+    using CodedRows<FORMAT>::acc, CodedRows<FORMAT>::total, CodedRows<FORMAT>::codes;
     static constexpr int PRELOADED = 1;  // steps
-    float acc[UNIT_GROUPS][4];           // sums of groups; of a unit if they are scaled, else of all so far
     float off[C::DIGITS ? 2 : 1][4];     // of one row, sums of what codes are too large by; of digits twice, for four groups each
-    float total[4];                      // scaled sums: of one row those of rows g and g + 8, else as an accumulator's
-    uint4 codes[C::LOADS];               // of the next step
 
     // As in Fragments: what is dealt out are steps.
     static __device__ __forceinline__ bool multiplies(const MatrixSegment& segment) { return segment.format() == FORMAT; }
     static __device__ __forceinline__ int pieces(const MatrixSegment& segment, int chunk) {
         return segment.blocks(chunk) * C::STEPS;
     }
-    static __device__ __forceinline__ int offset(int step) {
-        return step * C::STEP_BYTES + step / C::STEPS * (C::UNIT_BYTES - C::CODE_BYTES);
+    static __device__ __forceinline__ int offset(int step, int rows) {
+        const int unit = step / C::STEPS;
+        if (rows > 1) return unit * C::UNIT_BYTES + C::rows_offset(step - unit * C::STEPS);
+        return step * C::STEP_BYTES + unit * (C::UNIT_BYTES - C::CODE_BYTES);
     }
     static __device__ __forceinline__ uint32_t x_fragment(uint32_t unit, int step) { return unit * UNIT_FRAGMENTS; }
     static __device__ __forceinline__ int x_fragments(const MatrixSegment& segment) {
@@ -52,15 +52,15 @@ template <int FORMAT> struct CodedProduct {
 #pragma unroll
         for (int i = 0; i < 4; i++) total[i] = 0.0f;
     }
-    __device__ __forceinline__ void preload(const char* step, int lane) { load(shared_address(step) + lane * 16); }
-    __device__ __forceinline__ void load(uint32_t from) {
+    __device__ __forceinline__ void preload(const char* step, int rows, int lane) {
+        const uint32_t from = shared_address(step) + lane * 16;
 #pragma unroll
-        for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * 512);
+        for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * (rows == 1 ? 512 : C::STEP_BYTES));
     }
 
-    // Fragments of a step, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`. The two
+    // Fragments of a step of one row, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`. The two
     // of a group have those of three others between them, so that one sum need not wait for the other.
-    template <bool TO_F16, typename Take>
+    template <typename Take>
     __device__ __forceinline__ void each_fragment(uint32_t from, uint32_t odd_codes, Take take) {
 #pragma unroll
         for (int i = 0; i < C::LOADS; i += C::DEPTH) {
@@ -68,10 +68,10 @@ template <int FORMAT> struct CodedProduct {
 #pragma unroll
             for (int load = 0; load < C::DEPTH; load++) {
                 const uint4 q = codes[i + load];
-                decode<C::CODE, TO_F16>(q.x, odd_codes, a[load][0]);
-                decode<C::CODE, TO_F16>(q.y, odd_codes, a[load][1]);
-                decode<C::CODE, TO_F16>(q.z, odd_codes, a[load][2]);
-                decode<C::CODE, TO_F16>(q.w, odd_codes, a[load][3]);
+                decode<C::CODE, true>(q.x, odd_codes, a[load][0]);
+                decode<C::CODE, true>(q.y, odd_codes, a[load][1]);
+                decode<C::CODE, true>(q.z, odd_codes, a[load][2]);
+                decode<C::CODE, true>(q.w, odd_codes, a[load][3]);
                 codes[i + load] = load_shared16(from + (i + load) * 512);
             }
 #pragma unroll
@@ -83,7 +83,7 @@ template <int FORMAT> struct CodedProduct {
     }
     // A step of one row, by columns `x` of x.
     __device__ __forceinline__ void multiply_one(const uint2& x, uint32_t from) {
-        each_fragment<true>(from, ODD_CODES, [&](int group, int which, const uint4& a) {
+        each_fragment(from, ODD_CODES, [&](int group, int which, const uint4& a) {
             if constexpr (C::HALVES) {
                 mma_f16(acc[group], a, x);
             } else {
@@ -112,35 +112,6 @@ template <int FORMAT> struct CodedProduct {
         constexpr uint32_t A = C::SUMMED * 0x01010101u;
 #pragma unroll
         for (int i = 0; i < 2; i++) multiply_bytes(off[i], {A, A, A, A}, x[i]);
-    }
-    // What the fragments of a group of several rows are added to, of rows g and g + 8: less what codes are too large by.
-    __device__ __forceinline__ static uint2 minus_of(int group, uint32_t zeros) {
-        const bool odd = C::CODE == FW_CODE_I4 && group % 2;
-        if (!C::HAS_ZEROS) return {C::word(C::minus(odd)), C::word(C::minus(odd))};
-        const int t = C::DIGITS ? group % 4 : group / 2;
-        const uint2 pair = load_shared8(zeros + t * 8);  // those of two groups
-        const uint32_t g = __byte_perm(pair.x, 0, group == C::upper_group(t) ? 0x3232 : 0x1010) << (odd ? 4 : 0);
-        const uint32_t h = __byte_perm(pair.y, 0, group == C::upper_group(t) ? 0x3232 : 0x1010) << (odd ? 4 : 0);
-        constexpr uint32_t LOWER = C::word(0x8000 | C::RAISE), NOTHING = C::word(0x8000);
-        return {fma_halves(g, LOWER, NOTHING), fma_halves(h, LOWER, NOTHING)};
-    }
-    // A step of several rows, where x of the lane's row is at `x`, and there are `groups` of it: WHOLE, as many as in a unit. Scales
-    // of others are 0: any x will do.
-    template <bool WHOLE>
-    __device__ __forceinline__ void multiply_rows(uint32_t x, int step, int groups, uint32_t zeros, uint32_t odd_codes, uint32_t from) {
-        each_fragment<!C::BF16>(from, odd_codes, [&](int group, int which, const uint4& codes) {
-            const uint32_t at = x + (C::DIGITS ? step * 2 + which : step ^ (group & 3)) * FRAGMENT_X_BYTES;
-            const uint2 columns = load_shared8(at + (WHOLE ? group : min(group, groups - 1)) * GROUP_X_BYTES);
-            float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
-            if constexpr (C::SUBTRACTS) {
-                constexpr uint32_t RAISE = C::word(C::RAISE);
-                const uint2 minus = minus_of(group, zeros);
-                mma(sum, {fma_halves(codes.x, RAISE, minus.x), fma_halves(codes.y, RAISE, minus.y),
-                          fma_halves(codes.z, RAISE, minus.x), fma_halves(codes.w, RAISE, minus.y)}, columns);
-            } else {
-                mma(sum, codes, enlarged(columns));
-            }
-        });
     }
     // Of one row, the lane's own columns 2t and 2t + 1 of rows g and g + 8, in units of 1.
     __device__ __forceinline__ void own_sums(int quarter, uint32_t zeros, float (&own)[4]) const {
@@ -214,29 +185,6 @@ template <int FORMAT> struct CodedProduct {
                         lower * sum_of_digits(0, t, 2, zeros.y & 0xffff), upper * sum_of_digits(4, t, 2, zeros.y >> 16)};
         add_scaled(own, scales, lane);
     }
-    __device__ __forceinline__ void scale_rows(uint32_t scales, int lane) {
-#pragma unroll
-        for (int pair = 0; pair < UNIT_GROUPS / 2; pair++) {
-            const uint2 scale = load_shared8(scales + (C::SCALES == FW_SCALES_BLOCKS ? 0 : lane / 4 * 32) + pair * 8);
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                float g, h;
-                if constexpr (C::SCALES == FW_SCALES_BLOCKS) {
-                    g = h = __uint_as_float(odd ? scale.y : scale.x);
-                } else {
-                    g = odd ? high_scale(C::SCALES, scale.x) : low_scale(C::SCALES, scale.x);
-                    h = odd ? high_scale(C::SCALES, scale.y) : low_scale(C::SCALES, scale.y);
-                }
-                const int group = odd ? C::upper_group(pair) : C::lower_group(pair);
-                if (group % 2) g *= C::ODD, h *= C::ODD;
-                const float (&sum)[4] = acc[group];
-                total[0] += g * sum[0];
-                total[1] += g * sum[1];
-                total[2] += h * sum[2];
-                total[3] += h * sum[3];
-            }
-        }
-    }
     // Steps of a unit, `count` from `step` on, where x of the lane's group begins at `x`; the next ones of a unit are loaded as these
     // are multiplied, and behind the last one what is at `then()`, or where that is 0 the same once more. Says where that was.
     template <typename Ready, typename Then>
@@ -298,64 +246,40 @@ template <int FORMAT> struct CodedProduct {
         multiply_digits(digits, a);
         return a;
     }
-    // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it.
-    template <bool WHOLE, typename Then>
-    __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t zeros, int step, int count, Then then) {
-        const uint32_t odd_codes = ODD_CODES | blockIdx.z;  // + 0, which ptxas cannot know: it makes constants anew for each use
-        const auto behind = [&](int steps) {
-            const uint32_t from = count > steps ? a + steps * C::STEP_BYTES : then();
-            return from != 0 ? from : a;
-        };
-#pragma unroll 1
-        for (; WHOLE && count > 1; count -= 2, step += 2) {
-            const uint32_t from = behind(2);
-            multiply_rows<WHOLE>(x, step, groups, zeros, odd_codes, a + C::STEP_BYTES);
-            multiply_rows<WHOLE>(x, step + 1, groups, zeros, odd_codes, from);
-            a = from;
-        }
-#pragma unroll 1
-        for (; count > 0; count--, step++) {
-            const uint32_t from = behind(1);
-            multiply_rows<WHOLE>(x, step, groups, zeros, odd_codes, from);
-            a = from;
-        }
-        return a;
-    }
     // `part` of a chunk, whose first step is at `fragments` and preloaded; x of the chunk begins at `x`, and there are `groups` of
     // it. `ready` waits for x. `next()` names the step behind them, or says 0.
     template <typename Ready, typename Next>
     __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
                                         int groups, int lane, Ready ready, Next next) {
         if (part.count == 0) return;
-        const bool one_row = rows == 1, digits = one_row && C::DIGITS;
+        const bool digits = C::DIGITS;
         const int row = lane >> 2;
         uint32_t a = shared_address(fragments) + lane * 16;
         int step = part.first % C::STEPS, left = part.count;
         const int unit = part.first / C::STEPS;
         groups -= unit * UNIT_GROUPS;
+        if (rows != 1) {
+            ready();
+            const uint32_t its = shared_address(x + (lane & 3) * 4 + min(row, rows - 1) * x_stride) + unit * UNIT_X_BYTES;
+            return this->add_rows(a - C::rows_offset(step), its, groups, step, left, lane, next);
+        }
         uint32_t unit_x = shared_address(x + (digits ? 0 : (lane & 3) * 4)) + unit * UNIT_X_BYTES;
-        if (!one_row) unit_x += min(row, rows - 1) * x_stride * static_cast<int>(sizeof(element_t));
         uint32_t scales = a - lane * 16 + (C::STEPS - step) * C::STEP_BYTES;
 #pragma unroll 1
         while (true) {
             const int count = min(left, C::STEPS - step);
             left -= count;
-            if (digits || C::SCALED || (one_row && C::HALVES)) clear_sums(digits ? NO_DIGITS : 0.0f);
+            if (digits || C::SCALED || C::HALVES) clear_sums(digits ? NO_DIGITS : 0.0f);
             const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
             if (digits && count == C::STEPS) {
                 a = add_digits<true>(a, unit_x, groups, lane, 0, count, ready, then);
             } else if (digits) {
                 a = add_digits<false>(a, unit_x, groups, lane, step, count, ready, then);
-            } else if (one_row) {  // of a group that there is not, codes are 0: any x will do
+            } else {  // of a group that there is not, codes are 0: any x will do
                 a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, ready, then);
-            } else if (ready(), groups >= UNIT_GROUPS) {
-                a = add_rows<true>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
-            } else {
-                a = add_rows<false>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             }
             if (digits) scale_digits(scales, unit_x, groups, lane);
-            if ((C::SCALED || C::HALVES) && one_row && !digits) scale_one(scales, unit_x, groups, lane);
-            if (C::SCALED && !one_row) scale_rows(scales, lane);
+            if ((C::SCALED || C::HALVES) && !digits) scale_one(scales, unit_x, groups, lane);
             if (left == 0) break;
             step = 0;
             unit_x += UNIT_X_BYTES;

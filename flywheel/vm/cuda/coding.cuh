@@ -50,6 +50,15 @@ template <int FORMAT> struct Coding {
         return 0x8000 | (BF16 ? exponent - 6 + 127 << 7 : exponent - 9 + 15 << 10);
     }
     __device__ static constexpr uint32_t word(int half) { return static_cast<uint32_t>(half) * 0x10001u; }
+    // Several rows take the codes of a unit pair of groups by pair. So registers hold sums of two groups, not of eight. A step is LOADS
+    // loads, STEP_BYTES apart, of which the first is here.
+    static constexpr int STEPS_OF_PAIR = GROUP_FRAGMENTS / DEPTH / LOADS;
+    __device__ static constexpr int rows_offset(int step) {
+        return step / STEPS_OF_PAIR * 512 + step % STEPS_OF_PAIR * (LOADS * STEP_BYTES);
+    }
+    // Where a lane finds scales and zero points of an even or odd group of a pair, and in which half of their words.
+    __device__ static constexpr int pair_place(int pair, bool odd) { return (DIGITS ? pair % 2 * 2 + odd : pair) * 8; }
+    __device__ static constexpr bool is_upper(int pair, bool odd) { return DIGITS ? pair / 2 : odd; }
     // The two groups of which a lane t has the scales and zero points, and adds up the sums of one row.
     __device__ static constexpr int lower_group(int t) { return DIGITS ? t : 2 * t; }
     __device__ static constexpr int upper_group(int t) { return DIGITS ? t + 4 : 2 * t + 1; }

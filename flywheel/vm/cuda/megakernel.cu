@@ -116,7 +116,11 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
     } else if (warp == CONTROL_WARP) {
         run_control();
     } else if (warp < FIRST_VECTOR_WARP) {
-        run_matrix_warp(warp - FIRST_MATRIX_WARP);
+        if (block.program.chunk_warps == 1) {
+            run_matrix_warp<true>(warp - FIRST_MATRIX_WARP);
+        } else {
+            run_matrix_warp<false>(warp - FIRST_MATRIX_WARP);
+        }
     } else {
         run_vector_warps();
     }

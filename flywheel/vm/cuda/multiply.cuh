@@ -72,16 +72,17 @@ constexpr bool FINDS_PLACE = false;
 constexpr bool FINDS_PLACE = true;
 #endif
 
-// All of the warp's part of the segments from `from` on, as long as their products are of kind P.
-template <typename P> __device__ __forceinline__ Progress run_segments(int warp, Progress from) {
+// All of the warp's part of the segments from `from` on, as long as their products are of kind P. ALONE says that no other warp shares
+// its chunks: then there is less to compute between two of them.
+template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segments(int warp, Progress from) {
     Block& block = kept_block();
     int lane = lane_id();
     asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too
     const element_t* x = reinterpret_cast<const element_t*>(block.staging());
     constexpr bool KEEPS = FW_ROWS > 1;  // what others load or make anew for each chunk, for want of registers
-    const int chunk_warps = block.program.chunk_warps;
+    const int chunk_warps = ALONE ? 1 : block.program.chunk_warps;
     const int groups = chunk_groups(block), group = warp / chunk_warps, member = warp - group * chunk_warps;
-    const Share share(member, chunk_warps);
+    const Share<ALONE> share(member, chunk_warps);
     const bool idle = group >= groups;
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
     RingPlace place = FINDS_PLACE ? RingPlace{idle ? 0 : group, 0} : from.place;
@@ -113,13 +114,13 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
         if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return {Progress::ABORTED};
         const Part first_part = share.of(P::pieces(segment, piece));
         if (left > 0 && ring.has_landed(place)) {
-            if (first_part.count >= P::PRELOADED) product.preload(ring.slot(place) + P::offset(first_part.first), lane);
+            if (first_part.count >= P::PRELOADED) product.preload(ring.slot(place) + P::offset(first_part.first, rows), rows, lane);
             landed = true;
         }
         float* target;
         const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
             product.clear();
-            const int slot = sliced ? 0 : piece * (KEEPS ? chunk_warps : block.program.chunk_warps) + member;
+            const int slot = sliced ? 0 : piece * (KEEPS || ALONE ? chunk_warps : block.program.chunk_warps) + member;
             target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
         };
         begin_row_block();  // before the operand is there: nothing then waits for it
@@ -158,7 +159,7 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
         for (; left > 0; left -= groups) {
             const int n_slots = KEEPS ? ring.n_slots : block.ring.n_slots;
             const Part part = KEEPS ? next : share.of(P::pieces(segment, piece));
-            const char* fragments = ring.slot(place) + P::offset(part.first);
+            const char* fragments = ring.slot(place) + P::offset(part.first, rows);
             while (SliceWalk<P>::HAS_SLICES && piece >= slice.end) {
                 if (!next_slice()) return {Progress::ABORTED};
             }
@@ -168,21 +169,22 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
                 starved.begin();
                 if (!ring.wait_filled(place, &block.aborted)) return {Progress::ABORTED};
                 starved.end();
-                if (part.count >= P::PRELOADED) product.preload(fragments, lane);
+                if (part.count >= P::PRELOADED) product.preload(fragments, rows, lane);
             }
             const int slot = place.slot;
             place.advance(groups, n_slots);
-            const bool early = left > groups && ring.seems_landed(place);  // asked now, so that the answer is there in time
+            const bool early = !KEEPS && left > groups && ring.seems_landed(place);  // asked now, so that the answer is there in time
             piece += groups;
             const bool ends = piece >= row_chunks;
             for (; piece >= row_chunks; piece -= row_chunks) row_block++;
             landed = false;
             if (KEEPS) next = share.of(P::pieces(segment, piece));
             product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part, groups_left, lane, await_x, [&] {
-                landed = __all_sync(~0u, early) || (left > groups && ring.has_landed(place));
+                landed = KEEPS ? __all_sync(~0u, ring.seems_landed(place) & (left > groups))
+                               : __all_sync(~0u, early) || (left > groups && ring.has_landed(place));
                 const Part its = KEEPS ? next : share.of(P::pieces(segment, piece));
                 if (!landed || its.count < P::PRELOADED) return 0u;
-                return shared_address(ring.slot(place)) + P::offset(its.first) + lane * 16;
+                return shared_address(ring.slot(place)) + P::offset(its.first, rows) + lane * 16;
             });
             __syncwarp();
             if (lane < WARP_ARRIVALS) ring.release(slot);
@@ -212,21 +214,21 @@ template <typename P> __device__ __forceinline__ Progress run_segments(int warp,
 }
 
 #ifdef FW_FORMATS
-template <int... FORMATS> __device__ __forceinline__ void run_coded(int warp, Progress& at) {
-    ((at = at.goes_on(kept_block()) ? run_segments<CodedProduct<FORMATS>>(warp, at) : at), ...);
+template <bool ALONE, int... FORMATS> __device__ __forceinline__ void run_coded(int warp, Progress& at) {
+    ((at = at.goes_on(kept_block()) ? run_segments<CodedProduct<FORMATS>, ALONE>(warp, at) : at), ...);
 }
 #endif
 
-__device__ __noinline__ void run_matrix_warp(int warp) {
+template <bool ALONE> __device__ __noinline__ void run_matrix_warp(int warp) {
     Block& block = this_block();
     const int group = warp / block.program.chunk_warps, first = group < chunk_groups(block) ? group : 0;
     Progress at = {block.stream_first, {first, 0}, first};
 #ifdef FW_FORMATS
     do {  // once where there is no segment, too: what is forgotten at the end of them all is everybody's share
-        at = run_segments<Product>(warp, at);
-        run_coded<FW_FORMATS>(warp, at);
+        at = run_segments<Product, ALONE>(warp, at);
+        run_coded<ALONE, FW_FORMATS>(warp, at);
     } while (at.goes_on(block));
 #else
-    run_segments<Product>(warp, at);
+    run_segments<Product, ALONE>(warp, at);
 #endif
 }

@@ -11,7 +11,7 @@ constexpr int PARTIAL_ROWS = 16;
 struct Fragments {
     // What of a chunk is dealt out to warps, where in it one lies, and which fragment of x it is multiplied by.
     static __device__ __forceinline__ int pieces(const MatrixSegment& segment, int chunk) { return segment.blocks(chunk); }
-    static __device__ __forceinline__ int offset(int first) { return first * FRAGMENT_BYTES; }
+    static __device__ __forceinline__ int offset(int first, int rows) { return first * FRAGMENT_BYTES; }
     static __device__ __forceinline__ uint32_t x_fragment(uint32_t block, int first) { return block + first; }
     static __device__ __forceinline__ int x_fragments(const MatrixSegment& segment) { return segment.kblocks; }
     static __device__ __forceinline__ bool multiplies(const MatrixSegment& segment) {
@@ -39,7 +39,7 @@ struct Product : Fragments {
         for (int m = 0; m < FW_MAX_ROWS; m++) acc[m][0] = acc[m][1] = 0.0f;
     }
     static constexpr int PRELOADED = 1 << 30;  // none is that long
-    __device__ __forceinline__ void preload(const char* fragments, int lane) {}
+    __device__ __forceinline__ void preload(const char* fragments, int rows, int lane) {}
     template <typename Ready, typename Next>
     __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
                                         int groups, int lane, Ready ready, Next next) {
@@ -151,7 +151,7 @@ struct Product : Fragments {
             for (int i = 0; i < 4; i++) acc[c][i] = 0.0f;
         }
     }
-    __device__ __forceinline__ void preload(const char* fragments, int lane) {
+    __device__ __forceinline__ void preload(const char* fragments, int rows, int lane) {
         load(shared_address(fragments) + lane * 16);
     }
     __device__ __forceinline__ void load(uint32_t from) {

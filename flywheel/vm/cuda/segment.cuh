@@ -35,8 +35,8 @@ struct Part {
 };
 
 // A warp's share among the `members` of its group, in 1/65536 of a chunk, rounded up by less than makes a fragment of the last
-// one's end: no division for each chunk.
-class Share {
+// one's end: no division for each chunk. A warp that is ALONE takes all of it.
+template <bool ALONE> class Share {
     uint32_t begin, end;
 
   public:
@@ -49,4 +49,10 @@ class Share {
         const int first = fragments * begin >> 16;
         return {first, static_cast<int>(fragments * end >> 16) - first};
     }
+};
+
+template <> class Share<true> {
+  public:
+    __device__ __forceinline__ Share(int member, int members) {}
+    __device__ __forceinline__ Part of(int fragments) const { return {0, fragments}; }
 };

@@ -298,7 +298,14 @@ __device__ __noinline__ void run_control() {
 
 // ---- vector warps ----
 
-__device__ __noinline__ void run_vector_warps() {
+// With many rows, operations leave no registers for where it would return to: it is inlined.
+#if FW_ROWS > 4
+#define FW_VECTOR_LOOP __device__ __forceinline__
+#else
+#define FW_VECTOR_LOOP __device__ __noinline__
+#endif
+
+FW_VECTOR_LOOP void run_vector_warps() {
     Block& block = this_block();
     const Vm vm;
     for (int index = 0; index < block.queue_end - block.queue_first; index++) {

@@ -56,7 +56,7 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
 }
 
 // Stages and announces several such rows, slice by slice, each where the one before it was. A thread takes the same columns of each
-// row. Those behind the first ones are under way while it stores the ones before, and while their place may still be read.
+// row. All of the next slice that registers hold is there before its place is free, so that nothing but stores is left to do then.
 template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const amk_step_t& step, int round) {
     constexpr int FRAGMENT_ROW = 16 * sizeof(element_t), COLUMNS = ROWS > 4 ? 1 : 8 / ROWS, STEP = VECTOR_THREADS * 16;
     constexpr int GROUPS = COLUMNS * ROWS;
@@ -86,7 +86,7 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
     settle(kept);
     vm.stamp(FW_STAMP_READY);
 #pragma unroll 1
-    for (bool begins = true, first = true;; first = false) {
+    for (bool begins = true;;) {
         const int its = at, inside = width - at, pitch = width + FRAGMENT_ROW;
         const bool ends = at - mine + COLUMNS * STEP >= width;
         at += COLUMNS * STEP;
@@ -96,9 +96,11 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
             width = min(each, left);
             at = mine;
         }
-        const bool ahead = AHEAD && !first && left > 0;
         Vec16<element_t> next[GROUPS];
-        if (ahead) load(next);
+        if (AHEAD && !ends) {
+            load(next);
+            settle(next);
+        }
         if (begins && round > vm.block().stagings) {
             uint64_t* const read = &vm.block().x_read[(round - 1) % X_ROUNDS];
             if (!warp_barrier_wait(read, (round - 1) / X_ROUNDS & 1, &vm.block().aborted)) break;
@@ -115,8 +117,10 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
         }
         if (left == 0) break;
         begins = ends;
-        if (!ahead) load(next);
-        settle(next);
+        if (!AHEAD || ends) {
+            load(next);
+            settle(next);
+        }
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) kept[i] = next[i];
     }
