@@ -58,8 +58,8 @@ template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
         for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * (rows == 1 ? 512 : C::STEP_BYTES));
     }
 
-    // Fragments of a step of one row, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`. The two
-    // of a group have those of three others between them, so that one sum need not wait for the other.
+    // Fragments of a step of one row, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`.
+    // The two of a group have those of three others between them, so that one sum need not wait for the other.
     template <typename Take>
     __device__ __forceinline__ void each_fragment(uint32_t from, uint32_t odd_codes, Take take) {
 #pragma unroll

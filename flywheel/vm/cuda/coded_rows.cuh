@@ -55,7 +55,7 @@ template <int FORMAT> struct CodedRows {
             }
         }
     }
-    // What a step of several rows has added up, of the pair's groups.
+    // Adds what a step has summed up of its pair of groups, times their scales, to the totals.
     __device__ __forceinline__ void scale_rows(int pair, uint32_t scales) {
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
@@ -83,8 +83,8 @@ template <int FORMAT> struct CodedRows {
         multiply_rows(x, step, scales + C::SCALE_BYTES + row, odd_codes, from);
         if (C::SCALED) scale_rows(step / C::STEPS_OF_PAIR, scales + (C::SCALES == FW_SCALES_BLOCKS ? 0 : row));
     }
-    // A whole unit. `behind()` names the step behind it, when the last one of the unit is about to begin. Two units at once are more
-    // code than SMs keep, and half a unit takes another branch back: both are slower (results/gpu/versions.md).
+    // A whole unit, without a loop. `behind()` names the step behind it, when the last one of the unit is about to begin. Both half a
+    // unit and two units were slower (results/gpu/versions.md).
     template <typename Behind>
     __device__ __forceinline__ void add_unit(uint32_t a, uint32_t x, int lane, uint32_t odd_codes, Behind behind) {
 #pragma unroll

@@ -3,7 +3,8 @@
 // A unit is 16 rows x 1024 K: eight groups of 128, and behind their codes their scales. It is cut into steps: of 8-bit codes a
 // fragment of each group, that of 16 columns (i ^ (j & 3)) of group j in step i, so that eight lanes which read x of eight groups
 // meet in no bank; of I4 the two fragments of 32 columns of each group. A 16-byte load has those of two groups. Register r of a
-// fragment is in word r of the load.
+// fragment is in word r of the load. Products of several rows cut a unit into other steps, each of which has loads of one pair of
+// groups: then registers hold the sums of two groups, not of eight.
 //
 // No integer takes arithmetic to become a half: its bits are a half's as they are, a very small one's. BF16 x is multiplied by
 // 2^100 for that, and each sum by UNDO. I8 are stored as unsigned, 128 too large, and I4 of even groups 8 too large: a product of x
@@ -50,18 +51,14 @@ template <int FORMAT> struct Coding {
         return 0x8000 | (BF16 ? exponent - 6 + 127 << 7 : exponent - 9 + 15 << 10);
     }
     __device__ static constexpr uint32_t word(int half) { return static_cast<uint32_t>(half) * 0x10001u; }
-    // Several rows take the codes of a unit pair of groups by pair. So registers hold sums of two groups, not of eight. A step is LOADS
-    // loads, STEP_BYTES apart, of which the first is here.
+    // A step of several rows is LOADS loads, STEP_BYTES apart; where in a unit the first of them is.
     static constexpr int STEPS_OF_PAIR = GROUP_FRAGMENTS / DEPTH / LOADS;
     __device__ static constexpr int rows_offset(int step) {
         return step / STEPS_OF_PAIR * 512 + step % STEPS_OF_PAIR * (LOADS * STEP_BYTES);
     }
-    // Where a lane finds scales and zero points of an even or odd group of a pair, and in which half of their words.
+    // Where among the scales or zero points of a row those of an even or odd group of a pair are, and in which half of their words.
     __device__ static constexpr int pair_place(int pair, bool odd) { return (DIGITS ? pair % 2 * 2 + odd : pair) * 8; }
     __device__ static constexpr bool is_upper(int pair, bool odd) { return DIGITS ? pair / 2 : odd; }
-    // The two groups of which a lane t has the scales and zero points, and adds up the sums of one row.
-    __device__ static constexpr int lower_group(int t) { return DIGITS ? t : 2 * t; }
-    __device__ static constexpr int upper_group(int t) { return DIGITS ? t + 4 : 2 * t + 1; }
 };
 
 // The codes of odd groups in a word of I4.

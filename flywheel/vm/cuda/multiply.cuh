@@ -73,13 +73,13 @@ constexpr bool FINDS_PLACE = true;
 #endif
 
 // All of the warp's part of the segments from `from` on, as long as their products are of kind P. ALONE says that no other warp shares
-// its chunks: then there is less to compute between two of them.
+// the warp's chunks: then it computes less from one chunk to the next.
 template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segments(int warp, Progress from) {
     Block& block = kept_block();
     int lane = lane_id();
     asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too
     const element_t* x = reinterpret_cast<const element_t*>(block.staging());
-    constexpr bool KEEPS = FW_ROWS > 1;  // what others load or make anew for each chunk, for want of registers
+    constexpr bool KEEPS = FW_ROWS > 1;  // what others load or make anew for each chunk, for want of registers; and asks the ring once
     const int chunk_warps = ALONE ? 1 : block.program.chunk_warps;
     const int groups = chunk_groups(block), group = warp / chunk_warps, member = warp - group * chunk_warps;
     const Share<ALONE> share(member, chunk_warps);

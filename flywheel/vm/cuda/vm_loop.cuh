@@ -298,7 +298,7 @@ __device__ __noinline__ void run_control() {
 
 // ---- vector warps ----
 
-// With many rows, operations leave no registers for where it would return to: it is inlined.
+// Of many rows, operations leave a function that calls them no registers for its return address. So the loop is inlined.
 #if FW_ROWS > 4
 #define FW_VECTOR_LOOP __device__ __forceinline__
 #else

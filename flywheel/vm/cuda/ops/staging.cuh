@@ -56,7 +56,7 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
 }
 
 // Stages and announces several such rows, slice by slice, each where the one before it was. A thread takes the same columns of each
-// row. All of the next slice that registers hold is there before its place is free, so that nothing but stores is left to do then.
+// row. Where there are registers for it, a slice is loaded while its place may still be read: then only stores follow.
 template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const amk_step_t& step, int round) {
     constexpr int FRAGMENT_ROW = 16 * sizeof(element_t), COLUMNS = ROWS > 4 ? 1 : 8 / ROWS, STEP = VECTOR_THREADS * 16;
     constexpr int GROUPS = COLUMNS * ROWS;
