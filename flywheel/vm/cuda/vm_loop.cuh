@@ -298,8 +298,9 @@ __device__ __noinline__ void run_control() {
 
 // ---- vector warps ----
 
-// Of many rows, operations leave a function that calls them no registers for its return address. So the loop is inlined.
-#if FW_ROWS > 4
+// Of many rows of quantised weights, operations leave a function that calls them no registers for its return address. So the loop is
+// inlined.
+#if FW_ROWS > 4 && defined(FW_FORMATS)
 #define FW_VECTOR_LOOP __device__ __forceinline__
 #else
 #define FW_VECTOR_LOOP __device__ __noinline__
