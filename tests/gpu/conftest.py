@@ -324,8 +324,8 @@ def launched(run: Run, target: GpuTarget, device: str) -> Run:
 
 
 @pytest.fixture
-def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str) -> Callable[..., None]:
-    """`conform(buffers, tasks, tensors, ...)`: the program of these tasks does on the GPU what the reference VM says.
+def check_gpu(run: Run, target: GpuTarget, agree: Callable[..., None], device: str) -> Callable[..., None]:
+    """`check_gpu(buffers, tasks, tensors, ...)`: the program of these tasks does on the GPU what the reference VM says.
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
     `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data` hands

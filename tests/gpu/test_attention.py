@@ -58,22 +58,22 @@ def window(
 )
 @pytest.mark.parametrize("partial", [False, True])
 def test_attention_over_a_window(
-    conform: Conform, dtype: DType, heads: tuple[int, int, int], max_seq: int, start: int, length: int, partial: bool
+    check_gpu: Conform, dtype: DType, heads: tuple[int, int, int], max_seq: int, start: int, length: int, partial: bool
 ) -> None:
     buffers, params, tensors = window(heads, max_seq, start, length, dtype, partial)
     split = heads[2] if partial else None
-    conform(buffers, [("ATTENTION_TILE", ["q", "k", "v"], "y", params)], tensors, split=split)
+    check_gpu(buffers, [("ATTENTION_TILE", ["q", "k", "v"], "y", params)], tensors, split=split)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("threads", [192, 320, 448, 512])
 @pytest.mark.parametrize("length", [511, 4096])
-def test_attention_over_long_windows(conform: Conform, dtype: DType, threads: int, length: int) -> None:
+def test_attention_over_long_windows(check_gpu: Conform, dtype: DType, threads: int, length: int) -> None:
     """What sums in another order may be off by grows with what is summed up."""
     for heads in ((4, 1, 64), (4, 1, 128), (3, 1, 80)):
         buffers, params, tensors = window(heads, 4096, 4096 - length, length, dtype, True)
         tasks = [("ATTENTION_TILE", ["q", "k", "v"], "y", params)]
-        conform(buffers, tasks, tensors, threads=threads, split=heads[2], extra=length * 1e-8)
+        check_gpu(buffers, tasks, tensors, threads=threads, split=heads[2], extra=length * 1e-8)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -82,7 +82,7 @@ def test_attention_over_long_windows(conform: Conform, dtype: DType, threads: in
 @pytest.mark.parametrize("length", [0, 7, 200])
 @pytest.mark.parametrize("by_data", [False, True])
 def test_queries_are_normed_and_turned_on_the_way(
-    conform: Conform, step: Callable[..., dict[str, Any]], dtype: DType, heads: tuple[int, int, int], normed: str,
+    check_gpu: Conform, step: Callable[..., dict[str, Any]], dtype: DType, heads: tuple[int, int, int], normed: str,
     length: int, by_data: bool,
 ) -> None:
     """A result that the norm's step makes for others too is made there."""
@@ -109,15 +109,15 @@ def test_queries_are_normed_and_turned_on_the_way(
         ("FUSED", ["q", "w", "pos", "k", "v"], ["y", "z"], task),
     ]
     tensors["pos"] = torch.tensor([77], dtype=torch.int32)
-    conform(buffers, tasks, tensors, roundings=3, threads=448, by_data=by_data, extra=1e-6)
+    check_gpu(buffers, tasks, tensors, roundings=3, threads=448, by_data=by_data, extra=1e-6)
 
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("heads", [(4, 1, 64), (5, 1, 16)], ids=str)
-def test_an_empty_window_gives_nothing(conform: Conform, heads: tuple[int, int, int], partial: bool) -> None:
+def test_an_empty_window_gives_nothing(check_gpu: Conform, heads: tuple[int, int, int], partial: bool) -> None:
     for dtype in FLOATS:
         buffers, params, tensors = window(heads, 16, 5, 0, dtype, partial)
-        conform(buffers, [("ATTENTION_TILE", ["q", "k", "v"], "y", params)], tensors, exact=True)
+        check_gpu(buffers, [("ATTENTION_TILE", ["q", "k", "v"], "y", params)], tensors, exact=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -125,7 +125,7 @@ def test_an_empty_window_gives_nothing(conform: Conform, heads: tuple[int, int, 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_mask_is_added_to_the_scores(
-    conform: Conform, dtype: DType, heads: tuple[int, int, int], shared: bool, partial: bool
+    check_gpu: Conform, dtype: DType, heads: tuple[int, int, int], shared: bool, partial: bool
 ) -> None:
     buffers, params, tensors = window(heads, 48, 3, 40, dtype, partial)
     buffers["mask"] = (IN, F32, (48,) if shared else (heads[0], 48))
@@ -135,15 +135,15 @@ def test_a_mask_is_added_to_the_scores(
         mask[1] = -inf  # a head that sees nothing
     tensors["mask"] = mask
     split = heads[2] if partial else None
-    conform(buffers, [("ATTENTION_TILE", ["q", "k", "v", "mask"], "y", params)], tensors, split=split)
+    check_gpu(buffers, [("ATTENTION_TILE", ["q", "k", "v", "mask"], "y", params)], tensors, split=split)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_large_scores_do_not_overflow(conform: Conform, scale: float) -> None:
+def test_large_scores_do_not_overflow(check_gpu: Conform, scale: float) -> None:
     buffers, params, tensors = window((4, 1, 64), 200, 0, 200, F32, False)
     # Scores as large as 1e4 carry their own round-off into the exponent.
     tasks = [("ATTENTION_TILE", ["q", "k", "v"], "y", {**params, "scale": scale})]
-    conform(buffers, tasks, tensors, extra=scale * 2e-4)
+    check_gpu(buffers, tasks, tensors, extra=scale * 2e-4)
 
 
 def parts(count: int, n_heads: int, head_dim: int, empty: int) -> dict[str, torch.Tensor]:
@@ -163,7 +163,7 @@ def parts(count: int, n_heads: int, head_dim: int, empty: int) -> dict[str, torc
 @pytest.mark.parametrize("out", ["F32", "BF16", "F16", "partial"])
 @pytest.mark.parametrize("threads", [192, 512])
 def test_combine_merges_partials(
-    conform: Conform, count: int, n_heads: int, head_dim: int, out: str, threads: int
+    check_gpu: Conform, count: int, n_heads: int, head_dim: int, out: str, threads: int
 ) -> None:
     tensors = parts(count, n_heads, head_dim, empty=count // 3)
     buffers = dict.fromkeys(tensors, (IN, F32, (n_heads, head_dim + 2)))
@@ -171,27 +171,27 @@ def test_combine_merges_partials(
     y = (OUT, F32 if partial else DType[out], (n_heads, head_dim + 2 * partial))
     params = {"n_heads": n_heads, "head_dim": head_dim} if partial or count % 2 else {}
     tasks = [("ATTENTION_COMBINE", list(tensors), "y", params)]
-    conform({**buffers, "y": y}, tasks, tensors, threads=threads, split=head_dim if partial else None)
+    check_gpu({**buffers, "y": y}, tasks, tensors, threads=threads, split=head_dim if partial else None)
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_combining_empty_parts_gives_nothing(conform: Conform, partial: bool) -> None:
+def test_combining_empty_parts_gives_nothing(check_gpu: Conform, partial: bool) -> None:
     tensors = parts(3, 4, 64, empty=3)
     buffers = dict.fromkeys(tensors, (IN, F32, (4, 66)))
     y = (OUT, F32, (4, 66 if partial else 64))
     params = {"n_heads": 4, "head_dim": 64}
-    conform({**buffers, "y": y}, [("ATTENTION_COMBINE", list(tensors), "y", params)], tensors, exact=True)
+    check_gpu({**buffers, "y": y}, [("ATTENTION_COMBINE", list(tensors), "y", params)], tensors, exact=True)
 
 
 @pytest.mark.parametrize("params", [{"n_heads": 4}, {"head_dim": 16}, {}], ids=str)
-def test_combine_finds_its_layout(conform: Conform, params: dict[str, int]) -> None:
+def test_combine_finds_its_layout(check_gpu: Conform, params: dict[str, int]) -> None:
     tensors = parts(2, 4, 16, empty=0)
     buffers = dict.fromkeys(tensors, (IN, F32, (1, 72)))
-    conform({**buffers, "y": (OUT, F32, (64,))}, [("ATTENTION_COMBINE", list(tensors), "y", params)], tensors)
+    check_gpu({**buffers, "y": (OUT, F32, (64,))}, [("ATTENTION_COMBINE", list(tensors), "y", params)], tensors)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_split_attention_equals_its_reference(conform: Conform, dtype: DType) -> None:
+def test_split_attention_equals_its_reference(check_gpu: Conform, dtype: DType) -> None:
     buffers, params, tensors = window((8, 2, 64), 100, 0, 100, dtype, False)
     buffers |= {f"p{number}": (ACT, F32, (8, 66)) for number in range(4)}
     tasks = [
@@ -199,4 +199,4 @@ def test_split_attention_equals_its_reference(conform: Conform, dtype: DType) ->
         for number in range(4)
     ]
     tasks.append(("ATTENTION_COMBINE", [f"p{number}" for number in range(4)], "y", {}))
-    conform(buffers, tasks, tensors)
+    check_gpu(buffers, tasks, tensors)

@@ -88,33 +88,35 @@ SPANS = {"whole": [(0, 80)], "odd": [(0, 5), (5, 16), (21, 58), (79, 1)]}
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 8), (F16, 1), (F16, 3)])
 @pytest.mark.parametrize(("depth", "spans"), [(128, "odd"), (1024, "odd"), (1280, "whole"), (2048, "odd")])
-def test_products_of_each_format(conform: Conform, name: str, dtype: DType, rows: int, depth: int, spans: str) -> None:
+def test_products_of_each_format(
+    check_gpu: Conform, name: str, dtype: DType, rows: int, depth: int, spans: str
+) -> None:
     if FORMATS[name][2] is not None and depth % FORMATS[name][2]:
         depth = 256
     buffers, tensors, params = matrix(name, 80, depth)
     names = ["x", *buffers]
     all_buffers = {"x": (IN, dtype, (rows, depth)), **buffers, "y": (OUT, F32, (rows, 80))}
     extra = DIGITS if rows == 1 and dtype is F16 and FORMATS[name][0] is I4 else 0.0
-    conform(all_buffers, tiles(names, params, SPANS[spans], rows, depth, F32), tensors, extra=extra)
+    check_gpu(all_buffers, tiles(names, params, SPANS[spans], rows, depth, F32), tensors, extra=extra)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("name", ["int8, rows", "int4, groups"])
 def test_operands_that_come_in_slices(
-    conform: Conform, monkeypatch: pytest.MonkeyPatch, name: str, slices: int
+    check_gpu: Conform, monkeypatch: pytest.MonkeyPatch, name: str, slices: int
 ) -> None:
     """Of whole units, each in the place of the one before it, in tiles of one row block and of more."""
     monkeypatch.setattr("flywheel.plan.staging.MAX_INPUT_ROWS_BYTES", 3 * 2 * 1100 * slices)
     buffers, tensors, params = matrix(name, 80, 2560)
     all_buffers = {"given": (IN, BF16, (3, 2560)), "x": (ACT, BF16, (3, 2560)), **buffers, "y": (OUT, F32, (3, 80))}
     tasks = [("GELU", ["given"], "x", {}), *tiles(["x", *buffers], params, [(0, 16), (16, 50), (66, 14)], 3, 2560, F32)]
-    conform(all_buffers, tasks, tensors, roundings=1)
+    check_gpu(all_buffers, tasks, tensors, roundings=1)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("name", ["int4, groups with zeros", "fp8, rows", "fp8, blocks"])
 def test_one_row_with_scales_in_slices_side_by_side_and_in_turn(
-    conform: Conform, monkeypatch: pytest.MonkeyPatch, name: str, slices: int
+    check_gpu: Conform, monkeypatch: pytest.MonkeyPatch, name: str, slices: int
 ) -> None:
     """Each slice has the scales of its own place in the staging area."""
     if slices == 1:  # a slice of one unit at a time
@@ -122,12 +124,12 @@ def test_one_row_with_scales_in_slices_side_by_side_and_in_turn(
     buffers, tensors, params = matrix(name, 80, 2432)
     all_buffers = {"given": (IN, BF16, (1, 2432)), "x": (ACT, BF16, (1, 2432)), **buffers, "y": (OUT, F32, (1, 80))}
     tasks = [("GELU", ["given"], "x", {}), *tiles(["x", *buffers], params, [(0, 16), (16, 64)], 1, 2432, F32)]
-    conform(all_buffers, tasks, tensors, roundings=1, by_data=True, x_slices=slices)
+    check_gpu(all_buffers, tasks, tensors, roundings=1, by_data=True, x_slices=slices)
 
 
 @pytest.mark.parametrize("name", ["int4, rows", "fp8, rows"])
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_blocks_of_zeros_of_small_numbers_and_of_one_large_one(conform: Conform, name: str, dtype: DType) -> None:
+def test_blocks_of_zeros_of_small_numbers_and_of_one_large_one(check_gpu: Conform, name: str, dtype: DType) -> None:
     """Blocks of 256 elements have scales of their own. 255 elements are off by up to 2^-15 of 1000, which is 3e-2; with
     weights of 2e-2 such errors add up to about 4e-3 of sums of up to 30."""
     buffers, tensors, params = matrix(name, 16, 1024)
@@ -138,17 +140,17 @@ def test_blocks_of_zeros_of_small_numbers_and_of_one_large_one(conform: Conform,
     x[0, 768:] = -(2.0 - 2.0**-7)  # its mantissa is all ones
     all_buffers = {"x": (IN, dtype, (1, 1024)), **buffers, "y": (OUT, F32, (1, 16))}
     tasks = tiles(["x", *buffers], params, [(0, 16)], 1, 1024, F32)
-    conform(all_buffers, tasks, {**tensors, "x": x}, extra=4e-4 if FORMATS[name][0] is I4 else 0.0)
+    check_gpu(all_buffers, tasks, {**tensors, "x": x}, extra=4e-4 if FORMATS[name][0] is I4 else 0.0)
 
 
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**30, 2.0**60])
-def test_fp8_takes_bf16_that_f16_has_no_place_for(conform: Conform, size: float) -> None:
+def test_fp8_takes_bf16_that_f16_has_no_place_for(check_gpu: Conform, size: float) -> None:
     """With elements 2^-20 times as large, which keep all of their bits. More than a thread stages at once."""
     buffers, tensors, params = matrix("fp8, rows", 16, 9216)
     x = torch.linspace(-1, 1, 9216)[None] * size
     x[0, ::3] *= 2.0**-20
     all_buffers = {"x": (IN, BF16, (1, 9216)), **buffers, "y": (OUT, F32, (1, 16))}
-    conform(all_buffers, tiles(["x", *buffers], params, [(0, 16)], 1, 9216, F32), {**tensors, "x": x})
+    check_gpu(all_buffers, tiles(["x", *buffers], params, [(0, 16)], 1, 9216, F32), {**tensors, "x": x})
 
 
 @pytest.mark.parametrize("value", [inf, nan])
@@ -165,7 +167,7 @@ def test_what_is_no_number_makes_no_number(launched: Run, name: str, dtype: DTyp
 
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 1024), (2, 1024), (1, 1280), (1, 1664)])
 def test_a_gated_projection_of_two_quantised_matrices_takes_a_norm_and_a_residual(
-    conform: Conform, rows: int, hidden: int
+    check_gpu: Conform, rows: int, hidden: int
 ) -> None:
     """SwiGLU of two matrices behind a norm, and a product with what it is added to, which is not quantised. The
     64 threads that stage the norm's row have two groups of 1,024 elements each, three of 1,280 and up to four of 1,664.
@@ -206,7 +208,7 @@ def test_a_gated_projection_of_two_quantised_matrices_takes_a_norm_and_a_residua
     given = {"n_off": 0, "N_tile": wide, "recipe": {"steps": steps}, **over}
     last = {"n_off": 0, "N_tile": 16, "recipe": {"steps": add}, **over}
     tasks = [("FUSED", ["x", "n", *named], "h", given), ("FUSED", ["h", "d", "r"], "y", last)]
-    conform(buffers, tasks, tensors, roundings=4)
+    check_gpu(buffers, tasks, tensors, roundings=4)
 
 
 REFUSED = {
@@ -217,7 +219,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_kernel_is_refused_by_name(conform: Conform, name: str) -> None:
+def test_what_has_no_kernel_is_refused_by_name(check_gpu: Conform, name: str) -> None:
     changed, shape, scale, text = REFUSED[name]
     buffers, tensors, params = matrix("int8, groups", 80, 1024)
     buffers["w.scales"] = (WEIGHT, scale, shape)
@@ -225,7 +227,7 @@ def test_what_has_no_kernel_is_refused_by_name(conform: Conform, name: str) -> N
     all_buffers = {"x": (IN, BF16, (1, 1024)), **buffers, "y": (OUT, F32, (1, 80))}
     tasks = tiles(["x", *buffers], params | changed, [(0, 80)], 1, 1024, F32)
     with pytest.raises(InvalidProgramError, match=rf"task 0 \(t0\): FUSED .*{text}"):
-        conform(all_buffers, tasks, tensors)
+        check_gpu(all_buffers, tasks, tensors)
 
 
 def test_every_code_has_formats_here() -> None:

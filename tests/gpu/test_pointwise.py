@@ -32,59 +32,59 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32)
 @pytest.mark.parametrize("op", ["ADD", "MUL", "SILU_MUL"])
 @pytest.mark.parametrize("types", [*((dtype,) * 3 for dtype in FLOATS), *MIXED], ids=str)
 @pytest.mark.parametrize("size", [1, 7, 1000, 28672])
-def test_two_operands(conform: Conform, op: str, types: tuple[DType, ...], size: int) -> None:
+def test_two_operands(check_gpu: Conform, op: str, types: tuple[DType, ...], size: int) -> None:
     a, b, y = types
-    conform({"a": (IN, a, (1, size)), "b": (IN, b, (size,)), "y": (OUT, y, (1, size))}, [(op, ["a", "b"], "y", {})])
+    check_gpu({"a": (IN, a, (1, size)), "b": (IN, b, (size,)), "y": (OUT, y, (1, size))}, [(op, ["a", "b"], "y", {})])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ["GELU", "MUL"])
 @pytest.mark.parametrize("size", [3, 8, 4099])
-def test_one_operand(conform: Conform, op: str, dtype: DType, size: int) -> None:
+def test_one_operand(check_gpu: Conform, op: str, dtype: DType, size: int) -> None:
     params = {"scale": 0.3} if op == "MUL" else {}
-    conform({"x": (IN, dtype, (size,)), "y": (OUT, dtype, (1, size))}, [(op, ["x"], "y", params)])
+    check_gpu({"x": (IN, dtype, (size,)), "y": (OUT, dtype, (1, size))}, [(op, ["x"], "y", params)])
 
 
 @pytest.mark.parametrize("op", ["SILU_MUL", "GELU"])
-def test_activations_of_large_and_infinite_values(conform: Conform, op: str) -> None:
+def test_activations_of_large_and_infinite_values(check_gpu: Conform, op: str) -> None:
     x = torch.tensor([[-inf, -1e4, -100.0, -88.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.0, 100.0, 1e4]])
     inputs = ["x", "u"] if op == "SILU_MUL" else ["x"]
     buffers = dict.fromkeys(inputs, (IN, F32, (1, 12)))
-    conform({**buffers, "y": (OUT, F32, (1, 12))}, [(op, inputs, "y", {})], {"x": x})
+    check_gpu({**buffers, "y": (OUT, F32, (1, 12))}, [(op, inputs, "y", {})], {"x": x})
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, I32, I8])
 @pytest.mark.parametrize("size", [1, 16, 129, 4099])
-def test_a_copy_is_exact(conform: Conform, dtype: DType, size: int) -> None:
+def test_a_copy_is_exact(check_gpu: Conform, dtype: DType, size: int) -> None:
     given = {} if dtype in FLOATS else {"x": integers(-128, 128, 1, size)}
     buffers = {"x": (IN, dtype, (1, size)), "y": (OUT, dtype, (size,))}
-    conform(buffers, [("COPY", ["x"], "y", {})], given, exact=True)
+    check_gpu(buffers, [("COPY", ["x"], "y", {})], given, exact=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("start", "width"), [(0, 16), (5, 9), (16, 64), (3, 4000), (64, 1)])
-def test_a_copy_of_columns_is_exact(conform: Conform, dtype: DType, start: int, width: int) -> None:
+def test_a_copy_of_columns_is_exact(check_gpu: Conform, dtype: DType, start: int, width: int) -> None:
     buffers = {"x": (IN, dtype, (3, 1400)), "y": (OUT, dtype, (1, width))}
-    conform(buffers, [("COPY", ["x"], "y", {"n_off": start, "N_tile": width})], exact=True)
+    check_gpu(buffers, [("COPY", ["x"], "y", {"n_off": start, "N_tile": width})], exact=True)
 
 
 @pytest.mark.parametrize(("source", "rounded"), [(F32, BF16), (F32, F16), (BF16, F32), (F16, F32)])
-def test_a_copy_rounds_to_its_output(conform: Conform, source: DType, rounded: DType) -> None:
+def test_a_copy_rounds_to_its_output(check_gpu: Conform, source: DType, rounded: DType) -> None:
     buffers = {"x": (IN, source, (1, 333)), "y": (OUT, rounded, (333,))}
-    conform(buffers, [("COPY", ["x"], "y", {})], exact=True)
+    check_gpu(buffers, [("COPY", ["x"], "y", {})], exact=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("vocab", "width", "hidden"), [(37, 64, 64), (50, 100, 100), (9, 33, 33), (300, 2048, 2048)])
-def test_embed_gathers_rows(conform: Conform, dtype: DType, vocab: int, width: int, hidden: int) -> None:
+def test_embed_gathers_rows(check_gpu: Conform, dtype: DType, vocab: int, width: int, hidden: int) -> None:
     buffers = {"ids": (IN, I32, (3,)), "table": (WEIGHT, dtype, (vocab, width)), "y": (OUT, dtype, (3, hidden))}
     ids = torch.tensor([vocab - 1, 0, vocab // 2], dtype=torch.int32)
-    conform(buffers, [("EMBED", ["ids", "table"], "y", {"hidden": hidden})], {"ids": ids}, exact=True)
+    check_gpu(buffers, [("EMBED", ["ids", "table"], "y", {"hidden": hidden})], {"ids": ids}, exact=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("vocab", "hidden"), [(37, 64), (48, 100), (7, 24)])
-def test_embed_reads_the_table_that_is_the_head_too(conform: Conform, dtype: DType, vocab: int, hidden: int) -> None:
+def test_embed_reads_the_table_that_is_the_head_too(check_gpu: Conform, dtype: DType, vocab: int, hidden: int) -> None:
     buffers = {
         "ids": (IN, I32, (1,)), "table": (WEIGHT, dtype, (vocab, hidden)), "x": (ACT, dtype, (1, hidden)),
         "row": (OUT, dtype, (1, hidden)), "y": (OUT, F32, (1, vocab)),
@@ -95,12 +95,12 @@ def test_embed_reads_the_table_that_is_the_head_too(conform: Conform, dtype: DTy
         ("GEMV_TILE", ["x", "table"], "y", {"K": hidden, "n_off": 0, "N_tile": vocab}),
     ]
     for row in (0, vocab // 2, vocab - 1):
-        conform(buffers, tasks, {"ids": torch.tensor([row], dtype=torch.int32)})
+        check_gpu(buffers, tasks, {"ids": torch.tensor([row], dtype=torch.int32)})
 
 
 @pytest.mark.parametrize("bad", [-1, 37, 2**31 - 1])
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_id_that_is_no_row_is_reported(conform: Conform, bad: int, tied: bool) -> None:
+def test_an_id_that_is_no_row_is_reported(check_gpu: Conform, bad: int, tied: bool) -> None:
     buffers: dict[str, Any] = {
         "ids": (IN, I32, (1,)), "table": (WEIGHT, BF16, (37, 64)), "x": (IN, BF16, (1, 64)),
         "row": (OUT, BF16, (1, 64)),
@@ -111,7 +111,7 @@ def test_an_id_that_is_no_row_is_reported(conform: Conform, bad: int, tied: bool
         tasks.append(("GEMV_TILE", ["x", "table"], "y", {"K": 64, "n_off": 0, "N_tile": 37}))
     ids = torch.tensor([bad], dtype=torch.int32)
     with pytest.raises(TensorError, match=f"task 0 .*id {bad} is no row"):
-        conform(buffers, tasks, {"ids": ids}, on_gpu_alone=True)
+        check_gpu(buffers, tasks, {"ids": ids}, on_gpu_alone=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -119,7 +119,7 @@ def test_an_id_that_is_no_row_is_reported(conform: Conform, bad: int, tied: bool
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("rows", "width", "group"), [(1, 64, 32), (5, 100, 32), (3, 14, 7), (2, 4096, 128)])
 def test_dequant_scales_groups_of_rows(
-    conform: Conform, dtype: DType, qdtype: DType, zeros: bool, rows: int, width: int, group: int
+    check_gpu: Conform, dtype: DType, qdtype: DType, zeros: bool, rows: int, width: int, group: int
 ) -> None:
     groups = -(-width // group)
     buffers: dict[str, Any] = {
@@ -134,22 +134,22 @@ def test_dequant_scales_groups_of_rows(
     inputs = ["q", "scales", "zeros"] if zeros else ["q", "scales"]
     if not zeros:
         del buffers["zeros"]
-    conform(buffers, [("DEQUANT", inputs, "y", {"qdtype": int(qdtype), "group": group})], {"q": q})
+    check_gpu(buffers, [("DEQUANT", inputs, "y", {"qdtype": int(qdtype), "group": group})], {"q": q})
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "heads", "pos"), [(1, 1, 0), (1, 1, 31), (1, 4, 17), (3, 2, 5)])
 @pytest.mark.parametrize("head_dim", [5, 64, 128])
 def test_an_append_writes_its_rows_and_no_other(
-    conform: Conform, dtype: DType, rows: int, heads: int, pos: int, head_dim: int
+    check_gpu: Conform, dtype: DType, rows: int, heads: int, pos: int, head_dim: int
 ) -> None:
     buffers = {"k": (IN, dtype, (rows, heads * head_dim)), "cache": (CACHE, dtype, (32, heads, head_dim))}
-    conform(buffers, [("KV_APPEND", ["k", "cache"], "cache", {"pos": pos})], exact=True)
+    check_gpu(buffers, [("KV_APPEND", ["k", "cache"], "cache", {"pos": pos})], exact=True)
 
 
-def test_an_append_rounds_to_its_cache(conform: Conform) -> None:
+def test_an_append_rounds_to_its_cache(check_gpu: Conform) -> None:
     buffers = {"k": (IN, F32, (1, 64)), "cache": (CACHE, BF16, (8, 1, 64))}
-    conform(buffers, [("KV_APPEND", ["k", "cache"], "cache", {"pos": 3})], exact=True)
+    check_gpu(buffers, [("KV_APPEND", ["k", "cache"], "cache", {"pos": 3})], exact=True)
 
 
 def logits() -> Iterator[Any]:
@@ -176,6 +176,6 @@ def logits() -> Iterator[Any]:
 
 @pytest.mark.parametrize("x", list(logits()))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_argmax_is_the_first_of_the_largest(conform: Conform, x: torch.Tensor, dtype: DType) -> None:
+def test_argmax_is_the_first_of_the_largest(check_gpu: Conform, x: torch.Tensor, dtype: DType) -> None:
     buffers = {"x": (IN, dtype, tuple(x.shape)), "y": (OUT, I32, (len(x),))}
-    conform(buffers, [("SAMPLE_ARGMAX", ["x"], "y", {})], {"x": x}, exact=True)
+    check_gpu(buffers, [("SAMPLE_ARGMAX", ["x"], "y", {})], {"x": x}, exact=True)

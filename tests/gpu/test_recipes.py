@@ -31,7 +31,7 @@ def fused(inputs: list[str], output: Any, steps: list[Any], **params: Any) -> tu
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_projection_with_its_residual(
-    conform: Conform, step: Step, dtype: DType, spans: list[tuple[int, int]], swapped: bool, inner: DType
+    check_gpu: Conform, step: Step, dtype: DType, spans: list[tuple[int, int]], swapped: bool, inner: DType
 ) -> None:
     buffers = {
         "x": (IN, dtype, (1, 72)), "w": (WEIGHT, dtype, (40, 72)), "r": (IN, dtype, (1, 40)),
@@ -46,7 +46,7 @@ def test_a_projection_with_its_residual(
             step("ADD", terms, "final", width, dtype),
         ]
         tasks.append(fused(["x", "w", "r"], "y", steps, n_off=start, N_tile=width))
-    conform(buffers, tasks, roundings=inner is not F32)
+    check_gpu(buffers, tasks, roundings=inner is not F32)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -55,7 +55,7 @@ def test_a_projection_with_its_residual(
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("sms", [1, 2])
 def test_a_gated_projection(
-    conform: Conform, step: Step, dtype: DType, spans: list[tuple[int, int]], hidden: int, normed: bool, sms: int
+    check_gpu: Conform, step: Step, dtype: DType, spans: list[tuple[int, int]], hidden: int, normed: bool, sms: int
 ) -> None:
     """SwiGLU, with and without the norm before it; on one SM its tiles share the normed operand."""
     buffers: dict[str, Any] = {
@@ -72,13 +72,13 @@ def test_a_gated_projection(
             step("SILU_MUL", ["s0", "s1"], "final", width, dtype),
         ]
         tasks.append(fused(["x", "norm", "gate", "up"], "y", steps, n_off=start, N_tile=width))
-    conform(buffers, tasks, roundings=3, sms=sms)
+    check_gpu(buffers, tasks, roundings=3, sms=sms)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("sms", [1, 3])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_norm_in_each_tile(conform: Conform, step: Step, dtype: DType, sms: int, biased: bool) -> None:
+def test_a_norm_in_each_tile(check_gpu: Conform, step: Step, dtype: DType, sms: int, biased: bool) -> None:
     buffers: dict[str, Any] = {
         "x": (IN, dtype, (1, 96)), "norm": (WEIGHT, dtype, (96,)), "w": (WEIGHT, dtype, (64, 96)),
         "b": (WEIGHT, dtype, (64,)), "y": (OUT, F32, (1, 64)),
@@ -91,11 +91,11 @@ def test_a_norm_in_each_tile(conform: Conform, step: Step, dtype: DType, sms: in
     if not biased:
         tasks = [fused(["x", "norm", "w"], "y", steps, n_off=start, N_tile=16) for start in (0, 16, 32, 48)]
         del buffers["b"]
-    conform(buffers, tasks, roundings=1, sms=sms)
+    check_gpu(buffers, tasks, roundings=1, sms=sms)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_norm_of_each_head_in_a_tile(conform: Conform, step: Step, dtype: DType) -> None:
+def test_a_norm_of_each_head_in_a_tile(check_gpu: Conform, step: Step, dtype: DType) -> None:
     buffers: dict[str, Any] = {
         "x": (IN, dtype, (1, 256)), "norm": (WEIGHT, dtype, (64,)), "w": (WEIGHT, dtype, (32, 256)),
         "y": (OUT, F32, (1, 32)),
@@ -105,7 +105,7 @@ def test_a_norm_of_each_head_in_a_tile(conform: Conform, step: Step, dtype: DTyp
         step("GEMV_TILE", ["s0", "in2"], "final", 16, F32, K=256),
     ]
     tasks = [fused(["x", "norm", "w"], "y", steps, n_off=start, N_tile=16) for start in (0, 16)]
-    conform(buffers, tasks, roundings=1)
+    check_gpu(buffers, tasks, roundings=1)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -115,7 +115,7 @@ def test_a_norm_of_each_head_in_a_tile(conform: Conform, step: Step, dtype: DTyp
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("sms", [1, 2])
 def test_a_tile_takes_its_columns_of_every_row(
-    conform: Conform, step: Step, dtype: DType, rows: int, hidden: int, spans: list[tuple[int, int]], sms: int
+    check_gpu: Conform, step: Step, dtype: DType, rows: int, hidden: int, spans: list[tuple[int, int]], sms: int
 ) -> None:
     """A norm, a product with its bias and its residual, and a gated product, of several rows, short and long."""
     buffers: dict[str, Any] = {
@@ -145,14 +145,14 @@ def test_a_tile_takes_its_columns_of_every_row(
         ]
         tasks.append(fused(["x", "norm", "w", "b", "r"], "y", residual, **tile))
         tasks.append(fused(["x", "norm", "w", "up"], "z", gated, **tile))
-    conform(buffers, tasks, roundings=3, sms=sms)
+    check_gpu(buffers, tasks, roundings=3, sms=sms)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [2, 8])
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_norm_of_long_rows_while_an_operand_is_staged(
-    conform: Conform, step: Step, dtype: DType, rows: int, normed: bool
+    check_gpu: Conform, step: Step, dtype: DType, rows: int, normed: bool
 ) -> None:
     """Between two products of it, or once it is announced where it is made: products behind may be under way."""
     hidden, long = 64, 1032
@@ -177,11 +177,11 @@ def test_a_norm_of_long_rows_while_an_operand_is_staged(
         of_rows("SILU_MUL", ["s0", "s2"], "final", 40),
     ]
     inputs = ["x", "a", "b", "c", "r", "norm", "short"]
-    conform(buffers, [fused(inputs, ["y", "z"], steps, n_off=0, N_tile=40, M_tile=rows)], roundings=4)
+    check_gpu(buffers, [fused(inputs, ["y", "z"], steps, n_off=0, N_tile=40, M_tile=rows)], roundings=4)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_wide_operand_that_more_steps_read(conform: Conform, step: Step, dtype: DType) -> None:
+def test_a_wide_operand_that_more_steps_read(check_gpu: Conform, step: Step, dtype: DType) -> None:
     """Scratch beyond the staging area spills; a value read by a GEMV and again behind it is not overwritten."""
     hidden = 12000
     buffers = {
@@ -194,12 +194,12 @@ def test_a_wide_operand_that_more_steps_read(conform: Conform, step: Step, dtype
         step("GEMV_TILE", ["s0", "in2"], "final", 8, F32, K=hidden, n_off=0, N_tile=8),
         step("ADD", ["s1", "s0"], {"out": 1}, hidden, dtype),
     ]
-    conform(buffers, [fused(["x", "norm", "w"], ["y", "z"], steps)], roundings=2)
+    check_gpu(buffers, [fused(["x", "norm", "w"], ["y", "z"], steps)], roundings=2)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("start", "width"), [(0, 33), (7, 33), (3, 64)])
-def test_a_result_at_any_column(conform: Conform, step: Step, dtype: DType, start: int, width: int) -> None:
+def test_a_result_at_any_column(check_gpu: Conform, step: Step, dtype: DType, start: int, width: int) -> None:
     """Operations whose output is not aligned."""
     buffers: dict[str, Any] = {"x": (IN, dtype, (1, width)), "w": (WEIGHT, dtype, (width,))}
     makers = {
@@ -220,18 +220,18 @@ def test_a_result_at_any_column(conform: Conform, step: Step, dtype: DType, star
             else:
                 steps = [step("COPY", ["in0"], "final", size, dtype, n_off=0, N_tile=size)]
             tasks.append(fused(["x", "w"], name, steps, n_off=first, N_tile=size))
-    conform(buffers, tasks)
+    check_gpu(buffers, tasks)
 
 
 @pytest.mark.parametrize(("dtype", "inner"), [(F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)])
-def test_steps_round_to_their_own_dtype(conform: Conform, step: Step, dtype: DType, inner: DType) -> None:
+def test_steps_round_to_their_own_dtype(check_gpu: Conform, step: Step, dtype: DType, inner: DType) -> None:
     buffers = {"x": (IN, dtype, (1, 40)), "h": (IN, inner, (1, 40)), "y": (OUT, F32, (1, 40)), "z": (OUT, F32, (1, 40))}
     steps = [
         step("ADD", ["in0", "in1"], 0, 40, inner),
         step("MUL", ["s0"], "final", 40, inner, scale=1.37),
         step("MUL", ["s0", "in0"], {"out": 1}, 40, F32),
     ]
-    conform(buffers, [fused(["x", "h"], ["y", "z"], steps)], exact=True)
+    check_gpu(buffers, [fused(["x", "h"], ["y", "z"], steps)], exact=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -239,7 +239,7 @@ def test_steps_round_to_their_own_dtype(conform: Conform, step: Step, dtype: DTy
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("rows", ["all", "new", "normed"])
 def test_append_and_attend_in_one_task(
-    conform: Conform, step: Step, dtype: DType, position: int, head_dim: int, rows: str
+    check_gpu: Conform, step: Step, dtype: DType, position: int, head_dim: int, rows: str
 ) -> None:
     group, context, width = 3, 64, 3 * head_dim
     cache = (CACHE, dtype, (context, 1, head_dim))
@@ -284,13 +284,13 @@ def test_append_and_attend_in_one_task(
         past[name][:position] = torch.randn((position, 1, head_dim), generator=torch.Generator().manual_seed(seed))
     tensors = {"pos": torch.tensor([position], dtype=torch.int32), **past}
     roundings = 3 if rows == "normed" else 2
-    conform(buffers, tasks, tensors, pos=position, roundings=roundings, extra=(position + 1) * 2.0**-23)
+    check_gpu(buffers, tasks, tensors, pos=position, roundings=roundings, extra=(position + 1) * 2.0**-23)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("count", [2, 6])
 def test_partials_merge_in_the_projection_that_reads_them(
-    conform: Conform, step: Step, dtype: DType, count: int
+    check_gpu: Conform, step: Step, dtype: DType, count: int
 ) -> None:
     n_heads, head_dim = 6, 32
     depth = n_heads * head_dim
@@ -314,11 +314,11 @@ def test_partials_merge_in_the_projection_that_reads_them(
             step("ADD", ["s1", "s2"], "final", width, dtype),
         ]  # fmt: skip
         tasks.append(fused([*parts, "w", "r"], "y", steps, n_off=start, N_tile=width))
-    conform(buffers, tasks, parts, roundings=2)
+    check_gpu(buffers, tasks, parts, roundings=2)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_any_recipe_is_the_composition_of_its_steps(conform: Conform, step: Step, dtype: DType) -> None:
+def test_any_recipe_is_the_composition_of_its_steps(check_gpu: Conform, step: Step, dtype: DType) -> None:
     buffers = {"x": (IN, dtype, (1, 48)), "w": (WEIGHT, dtype, (48,)), "y": (OUT, F32, (1, 48))}
     steps = [
         step("LAYERNORM", ["in0", "in1"], 0, 48, F32, eps=1e-5, hidden=48),
@@ -326,11 +326,11 @@ def test_any_recipe_is_the_composition_of_its_steps(conform: Conform, step: Step
         step("MUL", ["s5", "s0"], 1, 48, F32),
         step("SOFTMAX", ["s1"], "final", 48, F32),
     ]
-    conform(buffers, [fused(["x", "w"], "y", steps)])
+    check_gpu(buffers, [fused(["x", "w"], "y", steps)])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_two_matrices_one_behind_the_other_in_a_task(conform: Conform, step: Step, dtype: DType) -> None:
+def test_two_matrices_one_behind_the_other_in_a_task(check_gpu: Conform, step: Step, dtype: DType) -> None:
     """The second multiplies what the first made, so its operand is announced only then."""
     buffers = {
         "x": (IN, dtype, (1, 64)), "w": (WEIGHT, dtype, (48, 64)), "w2": (WEIGHT, dtype, (40, 48)),
@@ -341,4 +341,4 @@ def test_two_matrices_one_behind_the_other_in_a_task(conform: Conform, step: Ste
         step("GELU", ["s0"], 1, 48, dtype),
         step("GEMV_TILE", ["s1", "in2"], "final", 40, F32, K=48, n_off=0, N_tile=40),
     ]
-    conform(buffers, [fused(["x", "w", "w2"], "y", steps)], roundings=2)
+    check_gpu(buffers, [fused(["x", "w", "w2"], "y", steps)], roundings=2)

@@ -24,25 +24,25 @@ ROWS = [(1, 1), (1, 7), (1, 64), (1, 2048), (1, 4096), (1, 20000), (3, 33), (32,
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "hidden"), ROWS)
 @pytest.mark.parametrize("threads", [192, 512])
-def test_rmsnorm(conform: Conform, dtype: DType, rows: int, hidden: int, threads: int) -> None:
+def test_rmsnorm(check_gpu: Conform, dtype: DType, rows: int, hidden: int, threads: int) -> None:
     buffers = {
         "x": (IN, dtype, (1, rows * hidden)), "w": (WEIGHT, dtype, (hidden,)), "y": (OUT, dtype, (rows, hidden)),
     }  # fmt: skip
-    conform(buffers, [("RMSNORM", ["x", "w"], "y", {"eps": 1e-5, "hidden": hidden})], threads=threads)
+    check_gpu(buffers, [("RMSNORM", ["x", "w"], "y", {"eps": 1e-5, "hidden": hidden})], threads=threads)
 
 
 @pytest.mark.parametrize("types", [(F32, BF16, BF16), (BF16, F32, F32), (F16, F16, F32), (F32, F32, F16)], ids=str)
 @pytest.mark.parametrize("op", ["RMSNORM", "LAYERNORM"])
-def test_norms_of_mixed_types(conform: Conform, op: str, types: tuple[DType, ...]) -> None:
+def test_norms_of_mixed_types(check_gpu: Conform, op: str, types: tuple[DType, ...]) -> None:
     x, w, y = types
     buffers = {"x": (IN, x, (2, 96)), "w": (WEIGHT, w, (96,)), "y": (OUT, y, (2, 96))}
-    conform(buffers, [(op, ["x", "w"], "y", {"eps": 1e-3, "hidden": 96})])
+    check_gpu(buffers, [(op, ["x", "w"], "y", {"eps": 1e-3, "hidden": 96})])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "hidden"), ROWS[1:])
-def test_layernorm(conform: Conform, dtype: DType, biased: bool, rows: int, hidden: int) -> None:
+def test_layernorm(check_gpu: Conform, dtype: DType, biased: bool, rows: int, hidden: int) -> None:
     buffers: dict[str, Any] = {
         "x": (IN, dtype, (rows, hidden)), "w": (WEIGHT, dtype, (hidden,)), "y": (OUT, dtype, (rows, hidden)),
     }  # fmt: skip
@@ -50,7 +50,7 @@ def test_layernorm(conform: Conform, dtype: DType, biased: bool, rows: int, hidd
     if biased:
         buffers["b"] = (WEIGHT, dtype, (hidden,))
         inputs.append("b")
-    conform(buffers, [("LAYERNORM", inputs, "y", {"eps": 1e-2, "hidden": hidden})])
+    check_gpu(buffers, [("LAYERNORM", inputs, "y", {"eps": 1e-2, "hidden": hidden})])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -62,13 +62,13 @@ def test_layernorm(conform: Conform, dtype: DType, biased: bool, rows: int, hidd
         ((2, 5000), {"dim": 1}), ((5000, 2), {"dim": 0}),
     ],
 )  # fmt: skip
-def test_softmax(conform: Conform, dtype: DType, shape: tuple[int, ...], params: dict[str, int]) -> None:
-    conform({"x": (IN, dtype, shape), "y": (OUT, dtype, shape)}, [("SOFTMAX", ["x"], "y", params)])
+def test_softmax(check_gpu: Conform, dtype: DType, shape: tuple[int, ...], params: dict[str, int]) -> None:
+    check_gpu({"x": (IN, dtype, shape), "y": (OUT, dtype, shape)}, [("SOFTMAX", ["x"], "y", params)])
 
 
-def test_softmax_of_large_and_infinite_values(conform: Conform) -> None:
+def test_softmax_of_large_and_infinite_values(check_gpu: Conform) -> None:
     x = torch.tensor([[1e30, 1e30, 0.0], [-inf, 1.0, 2.0], [-inf, -inf, -inf], [nan, 1.0, 2.0], [-1e4, 0.0, 1e4]])
-    conform({"x": (IN, F32, (5, 3)), "y": (OUT, F32, (5, 3))}, [("SOFTMAX", ["x"], "y", {})], {"x": x})
+    check_gpu({"x": (IN, F32, (5, 3)), "y": (OUT, F32, (5, 3))}, [("SOFTMAX", ["x"], "y", {})], {"x": x})
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -79,7 +79,7 @@ def test_softmax_of_large_and_infinite_values(conform: Conform) -> None:
 @pytest.mark.parametrize("position", [0, 1, 4095])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_rope(
-    conform: Conform, step: Callable[..., Any], dtype: DType, rows: int, heads: int, head_dim: int, position: int,
+    check_gpu: Conform, step: Callable[..., Any], dtype: DType, rows: int, heads: int, head_dim: int, position: int,
     scaled: bool,
 ) -> None:  # fmt: skip
     width = rows * heads * head_dim
@@ -95,4 +95,4 @@ def test_rope(
         task = ("FUSED", ["x", "pos"], "y", {"recipe": recipe})
     positions = torch.arange(position, position + rows, dtype=torch.int32)
     # A round-off of a frequency is one of the angle, times the position.
-    conform(buffers, [task], {"pos": positions}, extra=(position + rows) * 2.0**-23)
+    check_gpu(buffers, [task], {"pos": positions}, extra=(position + rows) * 2.0**-23)

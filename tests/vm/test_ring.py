@@ -78,7 +78,7 @@ def wait_for_both_at_once(ring: Ring, chunk: int) -> Iterator[None]:
         yield
 
 
-def play(slots: int, groups: int, inflight: int, members: int, wait: WaitFilled, random: Random) -> None:
+def check_play(slots: int, groups: int, inflight: int, members: int, wait: WaitFilled, random: Random) -> None:
     """A stream of some rounds, each actor as fast or slow as it happens.
 
     Raises AssertionError where a warp goes astray, or where nothing can move any more.
@@ -114,7 +114,7 @@ def test_one_wait_finds_each_chunk_where_the_slots_are_as_many_as_groups_and_cop
         groups = chunk_groups(matrix_warps, 1, slots)
         for inflight in {1, slots - groups}:
             for seed in range(4):
-                play(slots, groups, inflight, members, wait_once, Random(seed))
+                check_play(slots, groups, inflight, members, wait_once, Random(seed))
 
 
 @pytest.mark.parametrize(("slots", "groups", "inflight", "wait"), [
@@ -127,7 +127,7 @@ def test_the_model_sees_a_wait_that_an_earlier_round_answers(
 ) -> None:
     with pytest.raises(AssertionError, match="passed without its chunk"):
         for seed in range(500):
-            play(slots, groups, inflight, 1, wait, Random(seed))
+            check_play(slots, groups, inflight, 1, wait, Random(seed))
 
 
 def test_every_variant_has_as_many_slots_as_that() -> None:

@@ -89,7 +89,7 @@ def values() -> Callable[..., Mapping[str, Tensor]]:
 
 
 @pytest.fixture(scope="session")
-def agree(table_vm: ModuleType) -> Callable[..., None]:
+def check_vm(table_vm: ModuleType) -> Callable[..., None]:
     """Asserts that the tables of a program mean, to rounding, what the reference VM makes of it, and that the kernel
     for its products' rows has no other rows to multiply."""
 

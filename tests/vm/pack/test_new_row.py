@@ -82,26 +82,26 @@ ROW = ["ROPE", "KV_APPEND", "KV_APPEND", "ROPE", "ATTENTION_TILE"]
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_every_kv_head_of_a_layer_has_a_new_row(
-    dtype: DType, head_dim: int, qk_norm: bool, agree: Callable[..., None]
+    dtype: DType, head_dim: int, qk_norm: bool, check_vm: Callable[..., None]
 ) -> None:
     program = decoder(head_dim, NORMED if qk_norm else ATTEND, 16, dtype, qk_norm)
     packed = pack(program)
     assert found(packed) == [ROW] * LAYERS * KV_HEADS
     norms = [len(own_norms(packed, instruction)) for instruction in packed.instructions]
     assert sum(norms) == 2 * qk_norm * LAYERS * KV_HEADS
-    agree(program, 17)
+    check_vm(program, 17)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_an_attention_to_older_rows_too_appends_its_own(
-    head_dim: int, qk_norm: bool, agree: Callable[..., None]
+    head_dim: int, qk_norm: bool, check_vm: Callable[..., None]
 ) -> None:
     program = decoder(head_dim, NORMED if qk_norm else ATTEND, CONTEXT, BF16, qk_norm)
     packed = pack(program)
     assert appended(packed) == [ROW] * LAYERS * KV_HEADS
     assert found(packed) == []
-    agree(program, 17)
+    check_vm(program, 17)
 
 
 def test_what_tensor_cores_do_not_take_appends_for_itself() -> None:

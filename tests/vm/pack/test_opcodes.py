@@ -109,7 +109,7 @@ PLAIN: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_an_opcode_is_packed_as_one_step(chain: Chain, agree: Agree, name: str) -> None:
+def test_an_opcode_is_packed_as_one_step(chain: Chain, check_vm: Agree, name: str) -> None:
     buffers, tasks = PLAIN[name]
     program = chain(buffers, tasks)
     given = {}
@@ -119,7 +119,7 @@ def test_an_opcode_is_packed_as_one_step(chain: Chain, agree: Agree, name: str) 
             generator = torch.Generator().manual_seed(1)
             drawn = torch.randint(-128, 128, shape, generator=generator)
             given[buffer.name] = drawn.to(torch.int8) if buffer.dtype is I8 else (drawn + 128).to(torch.uint8)
-    agree(program, **given)
+    check_vm(program, **given)
     assert set(pack(program).instructions["n_steps"]) <= {0, 1}
 
 
@@ -147,14 +147,14 @@ def packed_steps(program: MegakernelProgram) -> Any:
 
 
 @pytest.mark.parametrize("args", [["s0", "s1"], ["s1", "s0"]])
-def test_a_residual_is_added_by_the_matrix_step(chain: Chain, agree: Agree, args: list[str]) -> None:
+def test_a_residual_is_added_by_the_matrix_step(chain: Chain, check_vm: Agree, args: list[str]) -> None:
     program = one_tile(chain, gemv(0, 1, 0), step("COPY", [3], 1, 15), step("ADD", args, "final", 15))
     (only,) = packed_steps(program)
     assert (only["as"]["product"]["epilogue"], only["as"]["product"]["epilogue_arg"]) == (Epilogue.ADD, 3)
-    agree(program)
+    check_vm(program)
 
 
-def test_a_gate_is_applied_by_the_matrix_step_wherever_it_was_made(chain: Chain, agree: Agree) -> None:
+def test_a_gate_is_applied_by_the_matrix_step_wherever_it_was_made(chain: Chain, check_vm: Agree) -> None:
     for first, second in ((1, 2), (2, 1)):
         gate, up = ("s0", "s1") if first == 1 else ("s1", "s0")
         program = one_tile(chain, gemv(0, first, 0), gemv(0, second, 1), step("SILU_MUL", [gate, up], "final", 15))
@@ -162,7 +162,7 @@ def test_a_gate_is_applied_by_the_matrix_step_wherever_it_was_made(chain: Chain,
         one, two = steps["as"]["product"]
         assert (one["epilogue"], two["epilogue"], two["epilogue_arg"]) == (Epilogue.NONE, Epilogue.SILU_MUL, 16)
         assert steps["flags"][1] & StepFlag.REUSE_X
-        agree(program)
+        check_vm(program)
 
 
 UNFUSED = {
@@ -178,12 +178,12 @@ UNFUSED = {
 
 
 @pytest.mark.parametrize("name", UNFUSED)
-def test_what_no_epilogue_can_do_stays_a_step(chain: Chain, agree: Agree, name: str) -> None:
+def test_what_no_epilogue_can_do_stays_a_step(chain: Chain, check_vm: Agree, name: str) -> None:
     program = one_tile(chain, *UNFUSED[name])
     steps = packed_steps(program)
     products = steps["as"]["product"][np.isin(steps["op"], list(MATRIX_OPS))]
     assert not products["epilogue"].any() and len(steps) == len(UNFUSED[name])
-    agree(program)
+    check_vm(program)
 
 
 @pytest.mark.parametrize(
@@ -196,44 +196,44 @@ def test_what_no_epilogue_can_do_stays_a_step(chain: Chain, agree: Agree, name: 
     ],
 )
 def test_an_addition_is_absorbed_only_if_rounding_stays_the_same(
-    chain: Chain, agree: Agree, product: DType, copied: DType, total: DType, out: DType, absorbed: bool
+    chain: Chain, check_vm: Agree, product: DType, copied: DType, total: DType, out: DType, absorbed: bool
 ) -> None:
     steps = [gemv(0, 1, 0, product), step("COPY", [3], 1, 15, copied), step("ADD", ["s0", "s1"], "final", 15, total)]
     program = one_tile(chain, *steps, dtype=BF16, out=out)
     assert (len(packed_steps(program)) == 1) is absorbed
-    agree(program)
+    check_vm(program)
 
 
-def test_a_copy_that_rounds_is_no_residual(chain: Chain, agree: Agree) -> None:
+def test_a_copy_that_rounds_is_no_residual(chain: Chain, check_vm: Agree) -> None:
     buffers = {"x": (IN, BF16, (1, 48)), "w": (WEIGHT, BF16, (32, 48)), "r": (IN, F32, (1, 32)),
                "y": (ACT, BF16, (1, 32)), "z": (OUT, BF16, (1, 15))}  # fmt: skip
     steps = [gemv(0, 1, 0, BF16), step("COPY", [2], 1, 15, BF16), step("ADD", ["s0", "s1"], "final", 15, BF16)]
     program = chain(buffers, [("FUSED", ["x", "w", "r"], ["y"], fused(*steps, **TILE)), ("COPY", ["y"], ["z"], TILE)])
     assert len(packed_steps(program)) == 3
-    agree(program)
+    check_vm(program)
 
 
-def test_an_operand_made_by_a_step_is_multiplied_where_it_lies(chain: Chain, agree: Agree) -> None:
+def test_an_operand_made_by_a_step_is_multiplied_where_it_lies(chain: Chain, check_vm: Agree) -> None:
     program = one_tile(chain, step("GELU", [0], 0, 48), gemv("s0", 1, "final"))
     gelu, matrix = packed_steps(program)
     assert gelu["scratch"] == 0 and matrix["flags"] & StepFlag.X_IN_PLACE
-    agree(program)
+    check_vm(program)
 
 
-def test_each_head_of_a_normed_operand_is_multiplied_where_it_lies(chain: Chain, agree: Agree) -> None:
+def test_each_head_of_a_normed_operand_is_multiplied_where_it_lies(chain: Chain, check_vm: Agree) -> None:
     buffers = {"x": (IN, BF16, (1, 48)), "n": (WEIGHT, BF16, (16,)), "w": (WEIGHT, BF16, (32, 48)),
                "y": (ACT, F32, (1, 32)), "z": (OUT, F32, (1, 15))}  # fmt: skip
     steps = [step("RMSNORM", [0, 1], 0, 48, BF16, eps=1e-5, hidden=16), gemv("s0", 2, "final")]
     program = chain(buffers, [("FUSED", ["x", "n", "w"], ["y"], fused(*steps, **TILE)), ("COPY", ["y"], ["z"], TILE)])
     norm, matrix = packed_steps(program)
     assert norm["flags"] & StepFlag.ANNOUNCES and matrix["flags"] & StepFlag.X_IN_PLACE
-    agree(program)
+    check_vm(program)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("others", [False, True])
 def test_a_norm_leaves_its_scale_to_products_that_alone_read_it(
-    chain: Chain, agree: Agree, dtype: DType, others: bool
+    chain: Chain, check_vm: Agree, dtype: DType, others: bool
 ) -> None:
     """And where halves have room for what is not scaled."""
     buffers = {"x": (IN, dtype, (1, 48)), "n": (WEIGHT, dtype, (48,)), "w": (WEIGHT, dtype, (32, 48)),
@@ -252,10 +252,10 @@ def test_a_norm_leaves_its_scale_to_products_that_alone_read_it(
     leaves = dtype is BF16 and not others
     assert norm["flags"] & StepFlag.ANNOUNCES and bool(norm["flags"] & StepFlag.LEAVES_SCALE) == leaves
     assert [bool(each["flags"] & StepFlag.TAKES_SCALE) for each in matrices] == [leaves] * 2
-    agree(program)
+    check_vm(program)
 
 
-def test_nothing_is_announced_ahead_of_an_attention(chain: Chain, agree: Agree) -> None:
+def test_nothing_is_announced_ahead_of_an_attention(chain: Chain, check_vm: Agree) -> None:
     """Matrix warps would leave their partials where attention has its own."""
     buffers = {"q": (IN, F32, (1, 16)), "k": (KV, F32, (10, 1, 16)), "v": (KV, F32, (10, 1, 16)),
                "w": (WEIGHT, F32, (32, 16)), "y": (ACT, F32, (1, 32)), "z": (OUT, F32, (1, 15))}  # fmt: skip
@@ -270,10 +270,10 @@ def test_nothing_is_announced_ahead_of_an_attention(chain: Chain, agree: Agree) 
     program = chain(buffers, [task, ("COPY", ["y"], ["z"], TILE)])
     made = packed_steps(program)
     assert not made[0]["flags"] & StepFlag.ANNOUNCES
-    agree(program)
+    check_vm(program)
 
 
-def test_an_operand_still_needed_beside_another_is_staged_from_elsewhere(chain: Chain, agree: Agree) -> None:
+def test_an_operand_still_needed_beside_another_is_staged_from_elsewhere(chain: Chain, check_vm: Agree) -> None:
     steps = [
         step("GELU", [0], 0, 48), gemv("s0", 1, 1), gemv(0, 2, 2), gemv("s0", 2, 3),
         step("ADD", ["s1", "s2"], 4, 15), step("ADD", ["s4", "s3"], "final", 15),
@@ -281,10 +281,10 @@ def test_an_operand_still_needed_beside_another_is_staged_from_elsewhere(chain: 
     program = one_tile(chain, *steps)
     made = packed_steps(program)
     assert [bool(each["flags"] & StepFlag.STAGE) for each in made if each["op"] in MATRIX_OPS] == [True, True, True]
-    agree(program)
+    check_vm(program)
 
 
-def test_several_rows_are_multiplied_within_a_recipe(chain: Chain, agree: Agree) -> None:
+def test_several_rows_are_multiplied_within_a_recipe(chain: Chain, check_vm: Agree) -> None:
     buffers = {"x": (IN, BF16, (3, 40)), "w": (WEIGHT, BF16, (24, 40)), "y": (OUT, BF16, (3, 20))}
     steps = [
         step("GELU", [0], 0, 40, BF16, 3),
@@ -292,12 +292,14 @@ def test_several_rows_are_multiplied_within_a_recipe(chain: Chain, agree: Agree)
         step("GEMV_TILE", ["s0", 1], 2, 20, BF16, 3, K=40, n_off=0, N_tile=20),
         step("SILU_MUL", ["s1", "s2"], "final", 20, BF16, 3),
     ]
-    agree(chain(buffers, [("FUSED", ["x", "w"], ["y"], fused(*steps))]))
+    check_vm(chain(buffers, [("FUSED", ["x", "w"], ["y"], fused(*steps))]))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("rows", [2, 5, 8])
-def test_a_tile_of_several_rows_takes_its_columns_of_each(chain: Chain, agree: Agree, rows: int, dtype: DType) -> None:
+def test_a_tile_of_several_rows_takes_its_columns_of_each(
+    chain: Chain, check_vm: Agree, rows: int, dtype: DType
+) -> None:
     """A norm, a product with its bias, its residual and its gate, in two tasks that share a buffer."""
     buffers = {
         "x": (IN, dtype, (rows, 48)), "g": (WEIGHT, dtype, (48,)), "w": (WEIGHT, dtype, (32, 48)),
@@ -322,11 +324,11 @@ def test_a_tile_of_several_rows_takes_its_columns_of_each(chain: Chain, agree: A
         tasks.append(("FUSED", ["x", "w", "v"], ["z"], fused(*gated, **params)))
     program = chain(buffers, tasks)
     assert list(packed_steps(program)["as"]["product"]["epilogue"]) == [Epilogue.NONE, Epilogue.ADD]
-    agree(program)
+    check_vm(program)
 
 
 @pytest.mark.parametrize("copied", [1, 2])
-def test_a_residual_of_other_rows_is_not_the_products(chain: Chain, agree: Agree, copied: int) -> None:
+def test_a_residual_of_other_rows_is_not_the_products(chain: Chain, check_vm: Agree, copied: int) -> None:
     """A task whose tile is flat adds columns of one row, or of two, to a product of two."""
     buffers = {"x": (IN, F32, (2, 48)), "w": (WEIGHT, F32, (32, 48)), "r": (IN, F32, (2, 32)), "y": (OUT, F32, (2, 10))}
     steps = [
@@ -339,22 +341,22 @@ def test_a_residual_of_other_rows_is_not_the_products(chain: Chain, agree: Agree
         pack(program)
 
 
-def test_scratch_that_does_not_fit_on_chip_is_spilled(chain: Chain, agree: Agree) -> None:
+def test_scratch_that_does_not_fit_on_chip_is_spilled(chain: Chain, check_vm: Agree) -> None:
     buffers = {"x": (IN, F32, (1, 3000)), "y": (OUT, F32, (1, 3000))}
     steps = [step("GELU", [0], 0, 3000), step("MUL", [0], 1, 3000, scale=2.0), step("ADD", ["s0", "s1"], "final", 3000)]
     program = chain(buffers, [("FUSED", ["x"], ["y"], fused(*steps))])
     assert pack(program).workspace_stride >= 24000
-    agree(program)
+    check_vm(program)
 
 
-def test_a_cache_is_written_whole_whatever_columns_its_task_names(chain: Chain, agree: Agree) -> None:
+def test_a_cache_is_written_whole_whatever_columns_its_task_names(chain: Chain, check_vm: Agree) -> None:
     buffers = {"x": (IN, F32, (1, 24)), "k": (KV, F32, (6, 1, 8))}
     append = {**step("KV_APPEND", ["s0", 1], "final", 48), "out_shape": [6, 1, 8]}
     params = fused(step("COPY", [0], 0, 8), append, pos=3, n_off=8, N_tile=8)
-    agree(chain(buffers, [("FUSED", ["x", "k"], ["k"], params)]))
+    check_vm(chain(buffers, [("FUSED", ["x", "k"], ["k"], params)]))
 
 
-def test_no_operand_is_reused_around_attention_which_borrows_the_partials(chain: Chain, agree: Agree) -> None:
+def test_no_operand_is_reused_around_attention_which_borrows_the_partials(chain: Chain, check_vm: Agree) -> None:
     buffers = {"x": (IN, F32, (1, 48)), "w": (WEIGHT, F32, (32, 48)), "k": (KV, F32, (4, 1, 16)),
                "v": (KV, F32, (4, 1, 16)), "y": (OUT, F32, (1, 16))}  # fmt: skip
     heads = {"head_dim": 16, "n_heads": 1, "n_kv_heads": 1, "kv_start": 0, "kv_len": 4, "scale": 0.3}
@@ -366,7 +368,7 @@ def test_no_operand_is_reused_around_attention_which_borrows_the_partials(chain:
     ]
     program = chain(buffers, [("FUSED", ["x", "w", "k", "v"], ["y"], fused(*steps))])
     assert [bool(each["flags"] & StepFlag.STAGE) for each in packed_steps(program)] == [True, False, True, False]
-    agree(program)
+    check_vm(program)
 
 
 @st.composite
@@ -403,7 +405,9 @@ def recipes(draw: st.DrawFn) -> list[list[Any]]:
 
 
 @given(recipes())
-def test_any_recipes_one_after_the_other_mean_what_they_say(chain: Chain, agree: Agree, drawn: list[list[Any]]) -> None:
+def test_any_recipes_one_after_the_other_mean_what_they_say(
+    chain: Chain, check_vm: Agree, drawn: list[list[Any]]
+) -> None:
     buffers: dict[str, Any] = {f"x{width}": (IN, F32, (1, width)) for width in (48, 40, 3000)}
     buffers |= {f"w{width}": (WEIGHT, F32, (64, width)) for width in (48, 40, 3000)}
     buffers |= {f"gain{width}": (WEIGHT, F32, (width,)) for width in (48, 3000)}
@@ -411,5 +415,5 @@ def test_any_recipes_one_after_the_other_mean_what_they_say(chain: Chain, agree:
     buffers |= {f"y{number}": (OUT, F32, (1, 40)) for number in range(len(drawn))}
     tasks = [("FUSED", names, [f"y{number}"], fused(*steps)) for number, steps in enumerate(drawn)]
     program = chain(buffers, tasks)
-    agree(program)
-    agree(replace(program, tasks=tuple(replace(task, waits=()) for task in program.tasks)))
+    check_vm(program)
+    check_vm(replace(program, tasks=tuple(replace(task, waits=()) for task in program.tasks)))

@@ -55,7 +55,7 @@ def slices_of(program: MegakernelProgram) -> list[int]:
 @pytest.mark.parametrize("depth", [520, 531, 1024])
 @pytest.mark.parametrize("threads", [128, 320])
 def test_slices_add_up_whatever_the_tiles(
-    chain: Chain, agree: Agree, limit: Limit, dtype: DType, rows: int, fragments: int, depth: int, threads: int
+    chain: Chain, check_vm: Agree, limit: Limit, dtype: DType, rows: int, fragments: int, depth: int, threads: int
 ) -> None:
     """Tiles of several passes, of parts of row blocks, with a bias and without."""
     limit(dtype, rows, fragments)
@@ -77,7 +77,7 @@ def test_slices_add_up_whatever_the_tiles(
     assert max(cut) <= fragments and len(cut) == len(packed.segments)
     assert not (packed.instructions["flags"] & InstructionFlag.X_STAGED).any()
     assert (packed.segments["flags"] & SegmentFlag.FRESH_X).all()
-    agree(program)
+    check_vm(program)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_slices_are_segments_that_take_each_other_s_place(chain: Chain, limit: L
 
 @pytest.mark.parametrize(("rows", "depth", "merged"), [(8, 1024, True), (8, 1040, False), (1, 1024, False)])
 def test_even_slices_of_rows_of_one_block_are_one_segment(
-    chain: Chain, agree: Agree, limit: Limit, rows: int, depth: int, merged: bool
+    chain: Chain, check_vm: Agree, limit: Limit, rows: int, depth: int, merged: bool
 ) -> None:
     limit(BF16, rows, 16)
     buffers = {"x": (IN, BF16, (rows, depth)), "w": (WEIGHT, BF16, (40, depth)), "y": (OUT, BF16, (rows, 40))}
@@ -134,7 +134,7 @@ def test_even_slices_of_rows_of_one_block_are_one_segment(
     narrow = segments[segments["row_blocks"] == 1]
     assert (narrow["slice_chunks"] > 0).all() == merged and (len(narrow) == 1) == merged
     assert (segments["slice_chunks"][segments["row_blocks"] == 2] == 0).all()
-    agree(program)
+    check_vm(program)
 
 
 def made(op: str, args: list[dict[str, int]], out: Any, shape: tuple[int, int], **params: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def made(op: str, args: list[dict[str, int]], out: Any, shape: tuple[int, int], 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_residuals_and_gates_are_taken_in_behind_the_last_slice(
-    chain: Chain, agree: Agree, limit: Limit, rows: int
+    chain: Chain, check_vm: Agree, limit: Limit, rows: int
 ) -> None:
     limit(BF16, rows, 3)
     depth = 200
@@ -171,7 +171,7 @@ def test_residuals_and_gates_are_taken_in_behind_the_last_slice(
     cut = [product for product in steps["as"]["product"] if product["kblocks"] * 16 < depth]
     epilogues = {Epilogue(int(product["epilogue"])) for product in cut}
     assert {Epilogue.ADD, Epilogue.SILU_MUL} <= epilogues
-    agree(program)
+    check_vm(program)
 
 
 def test_a_task_that_writes_what_it_multiplies_in_slices_is_refused(chain: Chain, limit: Limit) -> None:
@@ -187,7 +187,7 @@ def test_a_task_that_writes_what_it_multiplies_in_slices_is_refused(chain: Chain
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_decoder_whose_mlp_outgrows_the_area_is_what_it_was(
-    agree: Agree, limit: Limit, data: int, fused: bool, batch: int
+    check_vm: Agree, limit: Limit, data: int, fused: bool, batch: int
 ) -> None:
     spec = DecoderSpec("deep", "llama", 72, 200, 2, 4, 2, 16, 50, 1e4, 1e-5, 64)
     groups = (
@@ -202,7 +202,7 @@ def test_a_decoder_whose_mlp_outgrows_the_area_is_what_it_was(
     few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
     program = lower(decode_step(spec, 48, BF16, batch), config, few)
     assert slices_of(program)
-    agree(program, 17)
+    check_vm(program, 17)
 
 
 def matrices(workload: Workload) -> list[int]:
@@ -230,7 +230,9 @@ def test_eight_sequences_of_llama3_8b_fit() -> None:
 
 @pytest.mark.parametrize("slices", [2, 3, 4])
 @pytest.mark.parametrize("fused", [False, True])
-def test_slices_of_what_fits_lie_side_by_side_and_are_announced_ahead(agree: Agree, fused: bool, slices: int) -> None:
+def test_slices_of_what_fits_lie_side_by_side_and_are_announced_ahead(
+    check_vm: Agree, fused: bool, slices: int
+) -> None:
     spec = DecoderSpec("deep", "llama", 72, 200, 2, 4, 2, 16, 50, 1e4, 1e-5, 64)
     config = ScheduleConfig(
         tiling={"gemv": {"N_tile": 16}, "attention": {"kv_block": 16}, "hand_off": {"data": 1, "slices": slices}},
@@ -250,10 +252,10 @@ def test_slices_of_what_fits_lie_side_by_side_and_are_announced_ahead(agree: Agr
         assert group["kblocks"].sum() in {-(-depth // 16) for depth in packed.steps["params"]["K"]}
         assert (group["x_kblocks"] == np.cumsum(group["kblocks"]) - group["kblocks"]).all()
     assert packed.variant.staged_bytes == MIN_STAGED_BYTES
-    agree(program, 17)
+    check_vm(program, 17)
 
 
-def test_what_several_products_multiply_is_not_cut_to_be_early(agree: Agree) -> None:
+def test_what_several_products_multiply_is_not_cut_to_be_early(check_vm: Agree) -> None:
     """Gate and up of one recipe: the second one would have to stage anew what the first has staged."""
     spec = DecoderSpec("wide", "llama", 128, 96, 1, 2, 1, 64, 50, 1e4, 1e-5, 64)
     config = ScheduleConfig(
@@ -270,7 +272,7 @@ def test_what_several_products_multiply_is_not_cut_to_be_early(agree: Agree) -> 
             assert product["kblocks"] * 16 == step["params"]["K"] == 128 and product["beside"] == 1
     products = packed.steps[np.isin(packed.steps["op"], list(MATRIX_OPS))]
     assert (products["as"]["product"]["beside"] == 2).any()
-    agree(program, 17)
+    check_vm(program, 17)
 
 
 @pytest.mark.parametrize(("pages", "cut"), [("none", True), ("graph_color", False)])

@@ -140,7 +140,7 @@ def unordered(program: MegakernelProgram) -> MegakernelProgram:
     return replace(program, tasks=tuple(replace(task, waits=()) for task in program.tasks))
 
 
-def test_tiles_of_several_projections_share_one_staged_norm(chain: Chain, agree: Callable[..., None]) -> None:
+def test_tiles_of_several_projections_share_one_staged_norm(chain: Chain, check_vm: Callable[..., None]) -> None:
     tasks = [
         ("FUSED", ["x", "g", "v"], ["y"], normed(2, n_off=0)),
         ("FUSED", ["x", "g", "v"], ["y"], normed(2, n_off=16)),
@@ -149,7 +149,7 @@ def test_tiles_of_several_projections_share_one_staged_norm(chain: Chain, agree:
     ]
     program = unordered(chain(NORMS, tasks))
     assert marks(program) == [False, True, True, True]
-    agree(program)
+    check_vm(program)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_an_operand_that_differs_in_anything_is_staged_anew(chain: Chain, other:
 
 
 def test_different_waits_do_not_matter_since_nothing_is_written_once_read(
-    chain: Chain, agree: Callable[..., None]
+    chain: Chain, check_vm: Callable[..., None]
 ) -> None:
     tile = {"K": 48, "n_off": 0, "N_tile": 32}
     tasks = [
@@ -178,10 +178,10 @@ def test_different_waits_do_not_matter_since_nothing_is_written_once_read(
     ]
     program = chain({**NORMS, "h": (ACT, F32, (1, 48))}, tasks)
     assert marks(program) == [False, False, True]
-    agree(program)
+    check_vm(program)
 
 
-def test_steps_whose_results_are_needed_later_are_not_skipped(chain: Chain, agree: Callable[..., None]) -> None:
+def test_steps_whose_results_are_needed_later_are_not_skipped(chain: Chain, check_vm: Callable[..., None]) -> None:
     recipe = normed(2, n_off=0, size=32)
     recipe["recipe"]["steps"][1:] = [
         {"op": "GEMV_TILE", "args": [{"s": 0}, {"in": 2}], "out": 1, "params": {"K": 48}, "out_shape": [1, 32],
@@ -194,23 +194,23 @@ def test_steps_whose_results_are_needed_later_are_not_skipped(chain: Chain, agre
     tasks = [("FUSED", ["x", "g", "v"], [name], recipe) for name in ("y", "z")]
     program = unordered(chain(NORMS, tasks))
     assert marks(program) == [False, False]
-    agree(program)
+    check_vm(program)
 
 
 def after_the_product(op: str, arg: dict[str, int], out: Any) -> dict[str, Any]:
     return {"op": op, "args": [arg], "out": out, "params": {}, "out_shape": [1, 32], "out_dtype": "F32"}
 
 
-def test_what_follows_the_last_product_leaves_its_operand_alone(chain: Chain, agree: Callable[..., None]) -> None:
+def test_what_follows_the_last_product_leaves_its_operand_alone(chain: Chain, check_vm: Callable[..., None]) -> None:
     recipe = normed(2, n_off=0, size=32)
     recipe["recipe"]["steps"][1]["out"] = 1
     recipe["recipe"]["steps"] += [after_the_product("GELU", {"s": 1}, 2), after_the_product("GELU", {"s": 2}, "final")]
     program = unordered(chain(NORMS, [("FUSED", ["x", "g", "v"], [name], recipe) for name in ("y", "z")]))
     assert marks(program) == [False, True]
-    agree(program)
+    check_vm(program)
 
 
-def test_an_operand_of_the_tasks_own_columns_is_staged_anew(chain: Chain, agree: Callable[..., None]) -> None:
+def test_an_operand_of_the_tasks_own_columns_is_staged_anew(chain: Chain, check_vm: Callable[..., None]) -> None:
     steps = [
         {"op": "COPY", "args": [{"in": 0}], "out": 0, "params": {}, "out_shape": [1, 16], "out_dtype": "F32"},
         {"op": "GEMV_TILE", "args": [{"s": 0}, {"in": 1}], "out": "final",
@@ -221,4 +221,4 @@ def test_an_operand_of_the_tasks_own_columns_is_staged_anew(chain: Chain, agree:
     tasks = [("FUSED", ["x", "w"], ["y"], {"n_off": start, "N_tile": 16, "recipe": recipe}) for start in (0, 16)]
     program = unordered(chain(buffers, tasks))
     assert marks(program) == [False, False]
-    agree(program)
+    check_vm(program)

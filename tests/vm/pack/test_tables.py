@@ -64,6 +64,6 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
 
 @given(program=programs(), pos=st.sampled_from((None, 0, 17, CONTEXT - 1)))
 def test_the_tables_of_a_decoder_mean_what_its_program_means(
-    agree: Callable[..., None], program: MegakernelProgram, pos: int | None
+    check_vm: Callable[..., None], program: MegakernelProgram, pos: int | None
 ) -> None:
-    agree(program, pos)
+    check_vm(program, pos)
