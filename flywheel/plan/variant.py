@@ -40,6 +40,8 @@ microsecond for a copy and the wait before it."""
 
 MAX_COPIES: Final = 8
 
+MAX_PAUSE_CYCLES: Final = 100_000
+
 WARP: Final = 32
 
 MIN_WARPS: Final = 4
@@ -76,6 +78,9 @@ class KernelVariant:
     """Rows of all multiplied operands, for which a kernel is compiled; 0 (any number) where they differ."""
     formats: tuple[int, ...] = ()
     """Numbers of the formats (`Coding`) of quantised matrices in products."""
+    pause_cycles: int = 0
+    """For how many cycles of the SM the loader leaves a ring with `kept_slots` full slots alone while a hand-off is
+    under way."""
     ranked: bool = False
     """Whether the program pushes data to other GPUs and adds data that they push."""
 
@@ -91,6 +96,11 @@ class KernelVariant:
     def ring_bytes(self) -> int:
         """Bytes of weights that the ring holds."""
         return self.chunk_bytes * self.ring_slots
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots of the ring that the loader fills in any case."""
+        return self.ring_slots // 2
 
     @property
     def chunk_groups(self) -> int:
@@ -150,10 +160,13 @@ def kernel_variant(
     copies = stream.get("copies", COPIES)
     if not 1 <= copies <= MAX_COPIES:
         raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
+    pause = stream.get("pause_cycles", 0)
+    if not 0 <= pause <= MAX_PAUSE_CYCLES:
+        raise ConfigError(f"tiling.stream.pause_cycles={pause} is not in 0..{MAX_PAUSE_CYCLES}")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
         min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices,
-        formats=tuple([coding.number for coding in codings]),
+        formats=tuple([coding.number for coding in codings]), pause_cycles=pause,
     )  # fmt: skip
 
 

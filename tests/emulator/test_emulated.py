@@ -50,7 +50,7 @@ CONFIGS = {
     ),
     "fused, by data": ScheduleConfig(
         {"attention": {"kv_block": 16}, "hand_off": {"data": 1, "slices": 2},
-         "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}},
+         "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2, "pause_cycles": 100_000}},
         FUSED, pipelining_depth=1, page_allocation="none", threads_per_block=THREADS,
     ),
     "step by step, in halves": ScheduleConfig(

@@ -66,6 +66,7 @@ def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task:
         replace(tiny, config=replace(config, threads_per_block=512)),
         replace(tiny, config=replace(config, pipelining_depth=3)),
         replace(tiny, config=replace(config, smem_bytes_per_block=65536)),
+        replace(tiny, config=replace(config, tiling={**config.tiling, "stream": {"pause_cycles": 2000}})),
         replace(tiny, pages=None),
         replace(tiny, pages=PageAllocation({**pages.buffer_to_page, 21: 1}, pages.pages)),
         replace(tiny, pages=PageAllocation(pages.buffer_to_page, [replace(p, nbytes=128) for p in pages.pages])),

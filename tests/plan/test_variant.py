@@ -50,6 +50,8 @@ def test_a_loader_and_a_control_warp_leave_the_rest_to_matrix_and_vector_warps(
         (ScheduleConfig(tiling={"stream": {"chunk_bytes": 0}}), 0),
         (ScheduleConfig(tiling={"stream": {"chunk_bytes": 1000}}), 0),
         (ScheduleConfig(tiling={"stream": {"chunk_bytes": 262144}}), 0),
+        (ScheduleConfig(tiling={"stream": {"pause_cycles": -1}}), 0),
+        (ScheduleConfig(tiling={"stream": {"pause_cycles": 100_001}}), 0),
         (ScheduleConfig(smem_bytes_per_block=16384), 8192),
     ],
 )
@@ -57,6 +59,13 @@ def test_a_broken_bound_is_a_config_error(config: ScheduleConfig, staged: int) -
     with pytest.raises(ConfigError) as caught:
         kernel_variant(config, H100, staged)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_loader_pauses_as_long_as_the_config_says_and_keeps_half_of_the_ring_filled() -> None:
+    streams: tuple[dict[str, int], ...] = ({}, {"pause_cycles": 3000})
+    never, paused = (kernel_variant(ScheduleConfig(tiling={"stream": each}), H100, 0) for each in streams)
+    assert (never.pause_cycles, paused.pause_cycles) == (0, 3000)
+    assert paused.ring_slots > 1 and paused.kept_slots == paused.ring_slots // 2 == never.kept_slots
 
 
 def test_a_program_without_a_config_has_the_default_variant(tiny: MegakernelProgram) -> None:
