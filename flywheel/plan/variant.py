@@ -79,8 +79,7 @@ class KernelVariant:
     formats: tuple[int, ...] = ()
     """Numbers of the formats (`Coding`) of quantised matrices in products."""
     pause_cycles: int = 0
-    """For how many cycles of the SM the loader leaves a ring with `kept_slots` full slots alone while a hand-off is
-    under way."""
+    """For how many cycles of the SM, before each fill, the loader lets a hand-off go first if `kept_slots` are full."""
     ranked: bool = False
     """Whether the program pushes data to other GPUs and adds data that they push."""
 
@@ -99,8 +98,8 @@ class KernelVariant:
 
     @property
     def kept_slots(self) -> int:
-        """Slots of the ring that the loader fills in any case."""
-        return self.ring_slots // 2
+        """Full slots of the ring, at least half of them, with which the loader may pause."""
+        return -(-self.ring_slots // 2)
 
     @property
     def chunk_groups(self) -> int:

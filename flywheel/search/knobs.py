@@ -214,7 +214,8 @@ KNOBS: Final = (
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
-    Knob("pause", _just(0, 2000, 3000, 4000), True, "cycles for which the loader lets a hand-off go first"),
+    Knob("pause", _just(0, 2000, 3000, 4000), True,
+         "cycles for which the loader, before each fill, lets a hand-off go first"),
 )
 """Every searched knob of one GPU. Each value of each changes the program or the kernel variant."""
 

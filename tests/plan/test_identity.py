@@ -56,6 +56,7 @@ def test_a_version_that_only_adds_leaves_ids_as_they_were(tiny: MegakernelProgra
 
 def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task: Change, with_buffer: Change) -> None:
     config = tiny.config or ScheduleConfig()
+    stream = config.tiling.get("stream", {})
     pages = tiny.pages or PageAllocation({}, ())
     tasks = list(tiny.tasks)
     recipe = {"steps": [dict(step) for step in tasks[8].params["recipe"]["steps"]]}
@@ -66,7 +67,7 @@ def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task:
         replace(tiny, config=replace(config, threads_per_block=512)),
         replace(tiny, config=replace(config, pipelining_depth=3)),
         replace(tiny, config=replace(config, smem_bytes_per_block=65536)),
-        replace(tiny, config=replace(config, tiling={**config.tiling, "stream": {"pause_cycles": 2000}})),
+        replace(tiny, config=replace(config, tiling={**config.tiling, "stream": {**stream, "pause_cycles": 2000}})),
         replace(tiny, pages=None),
         replace(tiny, pages=PageAllocation({**pages.buffer_to_page, 21: 1}, pages.pages)),
         replace(tiny, pages=PageAllocation(pages.buffer_to_page, [replace(p, nbytes=128) for p in pages.pages])),

@@ -65,7 +65,7 @@ def test_a_loader_pauses_as_long_as_the_config_says_and_keeps_half_of_the_ring_f
     streams: tuple[dict[str, int], ...] = ({}, {"pause_cycles": 3000})
     never, paused = (kernel_variant(ScheduleConfig(tiling={"stream": each}), H100, 0) for each in streams)
     assert (never.pause_cycles, paused.pause_cycles) == (0, 3000)
-    assert paused.ring_slots > 1 and paused.kept_slots == paused.ring_slots // 2 == never.kept_slots
+    assert never.kept_slots == paused.kept_slots and 0 <= 2 * paused.kept_slots - paused.ring_slots <= 1
 
 
 def test_a_program_without_a_config_has_the_default_variant(tiny: MegakernelProgram) -> None:

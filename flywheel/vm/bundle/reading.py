@@ -119,12 +119,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(f"{where}: version {found.get('version')!r} is not {VERSION}, which this flywheel reads")
     if found.get("digest") != manifest_digest(found):
         raise BundleError(f"{where} is damaged: its digest differs from the one in it")
+    if type(found.get("abi")) is str and found["abi"] != structs_digest():
+        raise BundleError(f"{where}: its tables have the layout of another flywheel version; export the bundle again")
     try:
         check_manifest(found)
     except ValueError as error:
         raise BundleError(f"{where} lacks or misstates {error}") from None
-    if found["abi"] != structs_digest():
-        raise BundleError(f"{where}: its tables have the layout of another flywheel version; export the bundle again")
     return found
 
 

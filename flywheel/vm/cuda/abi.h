@@ -459,7 +459,7 @@ struct amk_program_t {
   uint64_t awaited;  // the first set
   uint32_t set_stride;  // bytes from it to the second
   int32_t copies;  // chunks that the loader fills at once
-  int32_t pause_cycles;  // for which it lets a hand-off go first, where kept_slots are full
+  int32_t pause_cycles;  // before each fill, if kept_slots are full and a hand-off goes first
   int32_t kept_slots;
 };
 static_assert(sizeof(amk_program_t) == 168, "amk_program_t");
