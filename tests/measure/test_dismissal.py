@@ -16,8 +16,9 @@ from flywheel.measure.dismissal import HOPELESS, SETTLED, STAGES, is_dismissed, 
 RECORDED = Path(__file__).parents[2] / "results" / "gpu"
 COMPARISONS = (
     "llama3-8b.bench", "llama3-8b.batches", "llama3.2-1b.bench", "llama3.2-1b.batches", "llama3.2-1b.contexts",
-    "qwen3-0.6b.bench", "../archive/h200/qwen3-8b.int4.db8e932.batches", "llama3-8b.int4.bench", "llama3-8b.int8.bench",
-    "llama3-8b.fp8.bench", "llama3.2-1b.int4.bench", "llama3.2-1b.fp8.bench", "llama3.1-8b.c32768.bench", "llama3-70b.int4.bench",
+    "qwen3-0.6b.bench", "llama3-8b.int4.bench", "llama3-8b.int8.bench", "llama3-8b.fp8.bench", "llama3.2-1b.int4.bench",
+    "llama3.2-1b.fp8.bench", "llama3.1-8b.c32768.bench", "llama3-70b.int4.bench",
+    "../archive/h200/qwen3-8b.int4.db8e932.batches",
 )  # fmt: skip
 
 
