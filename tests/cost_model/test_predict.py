@@ -35,13 +35,13 @@ KIB = 1024
 VERSION = "9"
 PREDICTED_US = (
     "0x1.8766baa3bb3cfp+5",
-    "0x1.feabc0d4b96e6p+5",
-    "0x1.cad4083601451p+5",
-    "0x1.393179704e5c6p+6",
+    "0x1.83f085026fbc0p+5",
+    "0x1.c2542e7ef163fp+5",
+    "0x1.da3d3b329bfd4p+5",
     "0x1.c539c550ac799p+5",
-    "0x1.febdbd79daae3p+5",
-    "0x1.385089e5ac5d7p+6",
-    "0x1.02d3577fcbd90p+6",
+    "0x1.015930727b4c6p+6",
+    "0x1.3c045ecf16f0bp+6",
+    "0x1.02146603c1965p+6",
 )
 """What VERSION of the model says of four programs of each small model."""
 

@@ -109,4 +109,5 @@ __device__ __noinline__ void run_loader() {
         }
     }
     waited.tell(block, FW_ANCHOR_STALLED);
+    drain(ring, place, issued);  // where the launch is aborted meanwhile, nobody else waits for the last ones
 }
