@@ -219,6 +219,9 @@ KNOBS: Final = (
 )
 """Every searched knob of one GPU. Each value of each changes the program or the kernel variant."""
 
+UNPREDICTED: Final[Mapping[str, str]] = MappingProxyType({"pause": "0"})
+"""Knobs of which the cost model knows nothing. A search that only predicts leaves them at these values."""
+
 SUMMANDS: Final = Knob(
     "exchange.bits", _just(16, 32), True,
     "bits of each number that GPUs send each other to be added; 16 rounds it to the step's type",

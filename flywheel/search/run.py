@@ -13,7 +13,7 @@ from flywheel.errors import WorkerDiedError
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
-from flywheel.search.knobs import check_kernels
+from flywheel.search.knobs import UNPREDICTED, check_kernels
 from flywheel.search.knowledge.warm import WarmStart, starts_of
 from flywheel.search.opening import open_campaign
 from flywheel.search.sampling.foresight import Foresight, is_calibrated
@@ -70,6 +70,8 @@ def run_search(
     predictor = open_predictor(spec.machine, workload.target)
     with open_site(spec, workload.target, workload.ranks) as site:
         spec = with_name(replace(spec, model=workload.model, gpu=workload.gpu), site.measure, predictor.version)
+        if site.measure != "cuda":
+            space = make_space(workload, {**UNPREDICTED, **spec.fix})
         with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
             open_store(store_url) as store,
             Foresight(workload, predictor, spec.predictions, jobs) as foresight,

@@ -263,7 +263,7 @@ def check_written(got: Tensor, want: Tensor) -> None:
 
 
 def check_close(got: Tensor, want: Tensor, roundings: int, half: torch.dtype, extra: float) -> None:
-    """As `agree` says, for tensors of one scale."""
+    """As `check_agree` says, for tensors of one scale."""
     rounded = SPACING.get(want.dtype, 0.0)
     got, want = got.double().reshape(-1), want.double().reshape(-1)
     assert torch.equal(got.isnan(), want.isnan()), f"{int(got.isnan().sum())} NaN, not {int(want.isnan().sum())}"
@@ -286,9 +286,9 @@ def check_close(got: Tensor, want: Tensor, roundings: int, half: torch.dtype, ex
 
 
 @pytest.fixture(scope="session")
-def agree() -> Callable[..., None]:
-    """`agree(got, want, roundings, half, extra, split)`: equal but for the order of sums, `roundings` results rounded
-    to `half` on the way and `extra`, a share of the largest element; NaN and infinities in the same places.
+def check_agree() -> Callable[..., None]:
+    """`check_agree(got, want, roundings, half, extra, split)`: equal but for the order of sums, `roundings` results
+    rounded to `half` on the way and `extra`, a share of the largest element; NaN and infinities in the same places.
 
     With `split`, rows are outputs up to that column, then m, then l, each of a scale of its own.
     """
@@ -324,12 +324,12 @@ def launched(run: Run, target: GpuTarget, device: str) -> Run:
 
 
 @pytest.fixture
-def check_gpu(run: Run, target: GpuTarget, agree: Callable[..., None], device: str) -> Callable[..., None]:
+def check_gpu(run: Run, target: GpuTarget, check_agree: Callable[..., None], device: str) -> Callable[..., None]:
     """`check_gpu(buffers, tasks, tensors, ...)`: the program of these tasks does on the GPU what the reference VM says.
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
-    `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data` hands
-    activations off without counters, in `x_slices` slices.
+    `extra` and `split` are those of `check_agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data`
+    hands activations off without counters, in `x_slices` slices.
     """
 
     def check(
@@ -376,6 +376,6 @@ def check_gpu(run: Run, target: GpuTarget, agree: Callable[..., None], device: s
                 check_written(got[name], tensor)
                 assert torch.equal(got[name].nan_to_num(), tensor.nan_to_num()), name
             else:
-                agree(got[name], tensor, roundings, TORCH_DTYPES[half], extra, split)
+                check_agree(got[name], tensor, roundings, TORCH_DTYPES[half], extra, split)
 
     return check

@@ -72,8 +72,9 @@ def tensors_at(
     return tensors | {name: torch.tensor([value], dtype=torch.int32).to(device) for name, value in values.items()}
 
 
-def compare(
-    run: Run, agree: Agree, program: MegakernelProgram, spec: DecoderSpec, dtype: DType, context: int, device: str
+def check_steps(
+    run: Run, check_agree: Agree, program: MegakernelProgram, spec: DecoderSpec, dtype: DType, context: int,
+    device: str,
 ) -> None:
     """Logits within the verdict's tolerance of the reference VM's, the token their argmax, the caches to rounding."""
     reference = ReferenceVM(program, device)
@@ -82,12 +83,12 @@ def compare(
         tensors = tensors_at(program, spec, dtype, pos, context, device)
         want, got = reference.run(tensors, pos=pos), run(program, tensors, pos)
         assert got.keys() == want.keys()
-        agree(got["logits"], want["logits"], extra=bound)
+        check_agree(got["logits"], want["logits"], extra=bound)
         assert int(got["next_token"]) == int(got["logits"].argmax())
         for name in want.keys() - {"logits", "next_token"}:
             rows = [tensor[name].reshape(context, -1) for tensor in (got, want)]
             assert torch.equal(*(torch.cat((side[:pos], side[pos + 1 :])).nan_to_num() for side in rows)), name
-            agree(rows[0][pos], rows[1][pos], extra=bound)
+            check_agree(rows[0][pos], rows[1][pos], extra=bound)
 
 
 def variants() -> Iterator[tuple[str, Pattern, DType]]:
@@ -99,7 +100,8 @@ def variants() -> Iterator[tuple[str, Pattern, DType]]:
 @pytest.mark.parametrize(("name", "pattern", "dtype"), list(variants()), ids=str)
 @pytest.mark.parametrize("spec", [SMALL, LLAMA], ids=lambda spec: spec.name)
 def test_every_pattern_and_its_parts(
-    run: Run, agree: Agree, target: GpuTarget, device: str, name: str, pattern: Pattern, dtype: DType, spec: DecoderSpec
+    run: Run, check_agree: Agree, target: GpuTarget, device: str, name: str, pattern: Pattern, dtype: DType,
+    spec: DecoderSpec,
 ) -> None:
     """The longest run of each pattern, and with nothing before and after."""
     workload = Workload(spec.name, spec, target, next(key for key, value in DTYPES.items() if value is dtype), 96)
@@ -111,12 +113,13 @@ def test_every_pattern_and_its_parts(
         for rows, kv_block in ((32, 32), (48, 32 if COMBINE in kept else 96)):
             tiling = {"gemv": {"N_tile": rows}, "attention": {"kv_block": kv_block}}
             config = ScheduleConfig(tiling=tiling, fusion_grouping=[kept], threads_per_block=192)
-            compare(run, agree, lower(workload.graph, config, target), spec, dtype, 96, device)
+            check_steps(run, check_agree, lower(workload.graph, config, target), spec, dtype, 96, device)
 
 
 @pytest.mark.parametrize("index", range(N_CONFIGS))
 def test_configs_of_the_whole_space(
-    run: Run, agree: Agree, target: GpuTarget, device: str, record_property: Callable[[str, object], None], index: int
+    run: Run, check_agree: Agree, target: GpuTarget, device: str, record_property: Callable[[str, object], None],
+    index: int,
 ) -> None:
     random = Random(SEED + index)
     spec, context = WORKLOADS[index % len(WORKLOADS)]
@@ -130,13 +133,13 @@ def test_configs_of_the_whole_space(
         except ConfigError:
             continue
         record_property("invalid_draws", draw)
-        compare(run, agree, program, spec, DTYPES[key], context, device)
+        check_steps(run, check_agree, program, spec, DTYPES[key], context, device)
         return
     pytest.fail(f"no valid config in {MOST_DRAWS} draws")
 
 
 @pytest.mark.parametrize("key", DTYPES)
-def test_a_generated_sequence(run: Run, agree: Agree, target: GpuTarget, device: str, key: str) -> None:
+def test_a_generated_sequence(run: Run, check_agree: Agree, target: GpuTarget, device: str, key: str) -> None:
     """Token after token, the caches of one launch being the next one's."""
     workload = Workload(LLAMA.name, LLAMA, target, key, 64)
     space = make_space(workload)
@@ -148,7 +151,7 @@ def test_a_generated_sequence(run: Run, agree: Agree, target: GpuTarget, device:
     for pos in range(10):
         tensors["position"] = torch.tensor([pos], dtype=torch.int32).to(device)
         want, got = reference.run(tensors, pos=pos), run(program, tensors, pos)
-        agree(got["logits"], want["logits"], extra=bound)
+        check_agree(got["logits"], want["logits"], extra=bound)
         for name in want.keys() - {"logits", "next_token"}:
             tensors[name] = got[name].clone()
         tensors["token_id"] = got["next_token"].reshape(1)

@@ -127,3 +127,14 @@ def runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_search_that_only_predicts_leaves_alone_what_the_cost_model_does_not_know(tiny: str, url: str) -> None:
+    run_search(campaign(tiny, sampler="random", trials=20), url)
+    run_search(campaign(tiny, sampler="random", trials=5, name="asked", fix={"pause": "2000"}), url)
+    with open_store(url) as store:
+        pauses = [
+            {json.loads(record.config)["tiling"]["stream"].get("pause_cycles", 0) for record in store.trials(name)}
+            for name in ("tiny", "asked")
+        ]
+    assert pauses == [{0}, {2000}]
