@@ -47,8 +47,9 @@ def while_wanted(setting: Callable[[], AbstractContextManager[None]]) -> Callabl
         nonlocal blocks
         with lock:
             if not blocks:
-                made.append(setting())
-                made[0].__enter__()
+                entering = setting()
+                entering.__enter__()
+                made.append(entering)  # a setting that cannot be made is tried again by the next thread
             blocks += 1
         try:
             yield

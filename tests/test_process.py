@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from threading import Event, Thread
 
@@ -24,6 +25,7 @@ from flywheel.process import (
     set_environment,
     sum_in_float32,
     sums_as_shipped,
+    while_wanted,
 )
 
 MATMUL = torch.backends.cuda.matmul
@@ -77,6 +79,30 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_setting_that_could_not_be_made_is_made_for_the_next_thread() -> None:
+    held: list[str] = []
+
+    @while_wanted
+    @contextmanager
+    def setting() -> Iterator[None]:
+        if not fine:
+            raise OSError("no descriptor is left")
+        held.append("made")
+        yield
+        held.append("restored")
+
+    fine = False
+    for _ in range(2):
+        with pytest.raises(OSError, match="no descriptor is left"), setting():
+            pass
+    fine = True
+    for _ in range(2):
+        with setting(), setting():
+            assert held.pop() == "made"
+        assert held.pop() == "restored"
+    assert held == []
 
 
 def test_an_import_finds_none_of_the_modules_that_are_hidden_from_it_and_later_ones_do(
