@@ -57,7 +57,7 @@ def search_command(campaign: Campaign) -> str:
     """The command line that runs the campaign as first asked for, in a store without it."""
     described = json.loads(campaign.spec)
     known = {field.name: field.default for field in fields(CampaignSpec)}
-    columns = {name: getattr(campaign, name) for name in ("model", "gpu")}
+    columns = {name: getattr(campaign, name) for name in ("model", "gpu", "sampler", "seed")}
     spec = CampaignSpec(**columns | {name: value for name, value in described.items() if name in known})
     words = ["flywheel", "search"]
     for name, default in known.items():

@@ -66,8 +66,8 @@ def _default(name: str, text: str) -> str:
     help=_default("measure", "cuda measures on this machine's GPU; predict uses the cost model; auto takes cuda if "
                              "that is the GPU to schedule for, else predict."),
 )
-@click.option("--sampler", type=NameOf(SAMPLERS), help=_default("sampler", "Method that proposes schedules."))
-@click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
+@click.option("--sampler", type=NameOf(SAMPLERS), help=_default("sampler", "What proposes a new campaign's schedules."))
+@click.option("--seed", type=int, help=_default("seed", "Seed of a new campaign's sampler."))
 @click.option("--trials", type=int, help=_default("trials", "Stop after this many trials, earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
 @click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
@@ -164,8 +164,9 @@ def search(
     chosen = JsonLines(make_reporter()) if jsonl else make_reporter()
     with chosen as reporter, Drain(reporter.drain, reporter.abort) as drain:
         result = run_search(
-            spec, store, fresh=fresh, announce=announce, watch=reporter.watch, interrupted=lambda: drain.requested
-        )
+            spec, store, fresh=fresh, given=_given(file, options).keys(), announce=announce, watch=reporter.watch,
+            interrupted=lambda: drain.requested,
+        )  # fmt: skip
     for link, trouble in (mirror.said() for mirror in mirrors):
         if link is not None:
             note(f"In MLflow: {link}")
@@ -201,13 +202,18 @@ def _exit_code(result: CampaignResult, fresh: bool) -> int:
     return 0 if result.best is not None else REJECTED
 
 
+def _given(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What a campaign file, the environment and the command line say."""
+    return {**file, **{name: value for name, value in options.items() if value is not None}}
+
+
 def _settle(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options, completed: the model by the name that stores use, downloaded if need be; else this machine's GPU,
     and a context that the model has.
 
     Raises as `fetch_model`, `resolve_model` and `default_gpu`.
     """
-    given = {**file, **{name: value for name, value in options.items() if value is not None}}
+    given = _given(file, options)
     if "model" not in given:
         return options
     weights = given.get("measure") != "predict" and bool(list_gpus())
@@ -224,7 +230,7 @@ def _settle(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]) -> CampaignSpec:
     """The campaign of the given options and, below them, a campaign file's. Pinned knobs are merged by name. Raises
     UsageError."""
-    settings = {**file, **{name: value for name, value in options.items() if value is not None}}
+    settings = _given(file, options)
     settings["fix"] = {**file.get("fix", {}), **fix}
     for name, where in (("model", "models"), ("gpu", "targets")):
         if name not in settings:

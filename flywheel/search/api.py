@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
@@ -62,8 +62,8 @@ def search(
     batch: int = 1,
     weights: str | None = None,
     measure: str = "auto",
-    sampler: str = "descent",
-    seed: int = 0,
+    sampler: str | None = None,
+    seed: int | None = None,
     trials: int = DEFAULT_TRIALS,
     time_s: float | None = None,
     until: float | None = None,
@@ -72,8 +72,8 @@ def search(
     engine: str = "local",
     workers: int | None = None,
     ray_address: str | None = None,
-    seeds: bool = True,
-    warm: bool = True,
+    seeds: bool | None = None,
+    warm: bool | None = None,
     machine: str | Path | None = None,
     prefilter: float | None = None,
     predictions: int = DEFAULT_PREDICTIONS,
@@ -86,7 +86,8 @@ def search(
     """Search for the fastest schedule of a model's decode step on a GPU, as the command with the same options does.
 
     `gpu` defaults to this machine's, and `context` to 512 tokens, or to the model's longest where that is shorter. The
-    call runs `watch` after every trial. It resumes a campaign that the store has, unless `fresh`. `jobs` defaults to 1;
+    call runs `watch` after every trial. It resumes a campaign that the store has, unless `fresh`. `sampler`, `seed`,
+    `seeds` and `warm` default to that campaign's; a new one's are "descent", 0, True and True. `jobs` defaults to 1;
     the command's default is one a usable core. More processes, and one that measures on a GPU, are spawned: scripts
     that ask for them must do so under `if __name__ == "__main__"`. Ctrl-C ends the call and keeps the ended trials.
 
@@ -97,18 +98,17 @@ def search(
     gpu = default_gpu("search") if gpu is None else gpu
     model = fetch_model(model, measure != "predict", lambda line: None)
     context = default_context(resolve_model(model)) if context is None else context
+    method = {"sampler": sampler, "seed": seed, "seeds": seeds, "warm": warm}
+    chosen: dict[str, Any] = {option: value for option, value in method.items() if value is not None}
     spec = CampaignSpec(
         model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights, measure=measure,
-        sampler=sampler, seed=seed, trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs,
-        engine=engine, workers=workers, ray_address=ray_address, seeds=seeds, warm=warm, name=name, prefilter=prefilter,
-        predictions=predictions,
+        trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine, workers=workers,
+        ray_address=ray_address, name=name, prefilter=prefilter, predictions=predictions,
         machine=None if machine is None else str(machine),
-        fix={knob: str(value) for knob, value in (fix or {}).items()},
+        fix={knob: str(value) for knob, value in (fix or {}).items()}, **chosen,
     )  # fmt: skip
-    result = run_search(spec, str(store), fresh=fresh, watch=watch or (lambda _: None))
+    result = run_search(spec, str(store), fresh=fresh, given=chosen.keys(), watch=watch or (lambda _: None))
     best = result.best
     config = None if best is None else config_from_dict(json.loads(best.config))
-    return SearchResult(
-        result.name, str(store), best, config, result.outcomes, result.trials, result.new_trials, result.elapsed_s,
-        result.stopped, result.tied,
-    )  # fmt: skip
+    counts = result.outcomes, result.trials, result.new_trials, result.elapsed_s
+    return SearchResult(result.name, str(store), best, config, *counts, result.stopped, result.tied)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import StoreError, UsageError
 from flywheel.search.knowledge.shipped import shipped_starts
 from flywheel.search.knowledge.warm import NEIGHBOURS, choose_starts, described
 from flywheel.search.space import Space
-from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
+from flywheel.search.spec import METHOD, CampaignSpec, constants_of, to_campaign
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
+
+_WORK: Final = ("model", "gpu", "dtype", "context", "batch", "weights", "measure")
+
+def resumed(spec: CampaignSpec, store: Store, fresh: bool, given: Collection[str]) -> CampaignSpec:
+    """`spec` with the METHOD of the campaign that it resumes, but for the options `given`, which somebody chose."""
+    assert spec.name is not None
+    campaign = None if fresh else _newest(store, spec.name)[0]
+    own = {} if campaign is None else _method(campaign)
+    return replace(spec, **{option: value for option, value in own.items() if option not in given})
 
 
 def open_campaign(
@@ -21,24 +32,40 @@ def open_campaign(
 ) -> str:
     """The name of the campaign to run: the newest of that name, or with `fresh` a new one (`name.2`, ...).
 
-    `predictor` is the version of the cost model that it asks.
+    `predictor` is the version of the cost model that it asks. The first run of an imported campaign decides its METHOD.
 
-    Raises UsageError where the campaign of that name searched something else.
+    Raises UsageError where the campaign of that name searched something else, or in another way.
     """
     while (name := _open_or_create(spec, space, store, fresh, predictor)) is None:
         pass
     return name
 
 
+def _newest(store: Store, name: str) -> tuple[Campaign | None, str]:
+    """(the newest campaign of a name, None without one; the name of the next)."""
+    newest, following = None, name
+    while (taken := store.campaign(following)) is not None:
+        newest, following = taken, f"{name}.{int(following[len(name) + 1 :] or 1) + 1}"
+    return newest, following
+
+
+def _method(campaign: Campaign) -> dict[str, Any]:
+    """The METHOD of a campaign, as far as it is known: nobody has chosen an imported one's seeds and warm starts."""
+    described = json.loads(campaign.spec)
+    return {
+        "sampler": campaign.sampler,
+        "seed": campaign.seed,
+        **{option: described[option] for option in METHOD if option in described},
+    }
+
+
 def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str) -> str | None:
-    """Open or create the campaign; None if another process took the name in the meantime."""
+    """Open or create the campaign; None if another process was faster, and took the name or decided the METHOD."""
     assert spec.name is not None
-    newest, name = None, spec.name
-    while (taken := store.campaign(name)) is not None:
-        newest, name = taken, f"{spec.name}.{int(name[len(spec.name) + 1 :] or 1) + 1}"
+    newest, name = _newest(store, spec.name)
     if newest is not None and not fresh:
         _check_same(newest, spec, space, predictor)
-        return newest.name
+        return newest.name if _decided(newest, spec, store) else None
     starts = choose_starts(store, space, spec.measure, predictor) if spec.seeds and spec.warm else []
     if spec.seeds and spec.warm and spec.measure == "cuda":
         starts += shipped_starts(space, NEIGHBOURS - len(starts), [start.config.config_id for start in starts])
@@ -54,20 +81,37 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
     return campaign.name
 
 
-def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
-    for option in ("model", "gpu", "dtype", "context", "batch", "weights", "measure"):
-        before, now = getattr(campaign, option), getattr(spec, option)
-        now = space.workload.stored if option == "weights" else now
-        if before != now:
-            raise UsageError(f"campaign {campaign.name!r} has {option}={before}, not {now}; --fresh starts a new one")
+def _decided(campaign: Campaign, spec: CampaignSpec, store: Store) -> bool:
+    """Make the METHOD of the first run of an imported campaign the campaign's. Whether no other process was faster."""
     described = json.loads(campaign.spec)
-    if described.get("fix", {}) != dict(spec.fix):
-        raise UsageError(f"campaign {campaign.name!r} has other pinned knobs; --fresh or --name starts a new one")
+    if not described.keys().isdisjoint(METHOD):
+        return True
+    described |= {option: getattr(spec, option) for option in METHOD}
+    decided = replace(campaign, sampler=spec.sampler, seed=spec.seed, spec=json.dumps(described, sort_keys=True))
+    return store.replace_campaign(campaign, decided)
+
+
+def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
+    described = json.loads(campaign.spec)
+    pairs = [(option, getattr(campaign, option), getattr(spec, option)) for option in _WORK]
+    pairs += [(option, described[option], getattr(spec, option)) for option in METHOD if option in described]
+    for option, before, now in pairs:
+        wanted = space.workload.stored if option == "weights" else now
+        if before != wanted:
+            raise _another(campaign, f"has {option}={before}, not {wanted}")
+    pinned = described.get("fix", {})
+    if pinned != dict(spec.fix):
+        raise _another(campaign, f"has {_pins(pinned)}, not {_pins(spec.fix)}")
     before = described.get("predictor", MODEL_VERSION)
     if spec.measure == "predict" and constants_of(before) != constants_of(predictor):
-        raise UsageError(
-            f"campaign {campaign.name!r} was predicted by {before}, not {predictor}; --fresh or --name starts a new one"
-        )
-    decoder = described.get("decoder")
-    if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
-        raise UsageError(f"campaign {campaign.name!r} searched another model of that name; --fresh starts a new one")
+        raise _another(campaign, f"was predicted by {before}, not {predictor}")
+    if described.get("decoder") != json.loads(json.dumps(asdict(space.workload.spec))):
+        raise _another(campaign, "searched another model of that name")
+
+
+def _pins(fix: Mapping[str, str]) -> str:
+    return " and ".join(f"--fix {knob}={value}" for knob, value in sorted(fix.items())) or "no pinned knobs"
+
+
+def _another(campaign: Campaign, fact: str) -> UsageError:
+    return UsageError(f"campaign {campaign.name!r} {fact}; --fresh or --name starts a new one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,12 +15,12 @@ from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.knobs import UNPREDICTED, check_kernels
 from flywheel.search.knowledge.warm import WarmStart, starts_of
-from flywheel.search.opening import open_campaign
+from flywheel.search.opening import open_campaign, resumed
 from flywheel.search.sampling.foresight import Foresight, is_calibrated
 from flywheel.search.sampling.samplers import make_sampler
 from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Space, make_space
-from flywheel.search.spec import CampaignSpec, with_name
+from flywheel.search.spec import METHOD, CampaignSpec, with_name
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.trials.sites import open_engine, open_site
 from flywheel.search.workload import make_workload
@@ -50,11 +50,14 @@ def run_search(
     store_url: str,
     *,
     fresh: bool = False,
+    given: Collection[str] = METHOD,
     announce: Callable[[Start], None] = lambda _: None,
     watch: Callable[[Progress], None] = lambda _: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> CampaignResult:
     """Run or resume the campaign that `spec` describes, in the store at `store_url`.
+
+    `given` names the options of `spec` that somebody chose. A campaign that is resumed keeps the others of METHOD.
 
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError; a worker that cannot start on the GPU raises what stops it.
@@ -68,12 +71,15 @@ def run_search(
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     predictor = open_predictor(spec.machine, workload.target)
-    with open_site(spec, workload.target, workload.ranks) as site:
+    with (  # the store closes late: the last connection to a SQLite file folds its write-ahead log into it
+        open_site(spec, workload.target, workload.ranks) as site,
+        open_store(store_url) as store,
+    ):
         spec = with_name(replace(spec, model=workload.model, gpu=workload.gpu), site.measure, predictor.version)
+        spec = resumed(spec, store, fresh, given)
         if site.measure != "cuda":
             space = make_space(workload, {**UNPREDICTED, **spec.fix})
-        with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
-            open_store(store_url) as store,
+        with (
             Foresight(workload, predictor, spec.predictions, jobs) as foresight,
             _begun(spec, space, foresight, is_calibrated(predictor, workload)) as steering,
             open_engine(spec, site, workload, store, store_url, predictor) as (engine, environment),

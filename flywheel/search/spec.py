@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import IrFormatError, UsageError
@@ -19,6 +19,9 @@ from flywheel.store.campaign import Campaign, work_named
 DEFAULT_CONTEXT = 512
 DEFAULT_TRIALS = 120
 DEFAULT_PREDICTIONS = 400
+
+METHOD: Final = ("sampler", "seed", "seeds", "warm")
+"""Options that say how a campaign proposes schedules. All its runs have the same."""
 
 _MOST: Mapping[str, int] = {"jobs": 1024, "workers": 1024, "predictions": 10**6}
 """The most that a campaign may ask for: processes (`jobs`, `workers`), and predictions before the first trial."""
@@ -171,9 +174,17 @@ def constants_of(predictor: str) -> str:
 
 
 def to_campaign(
-    spec: CampaignSpec, name: str, *, decoder: Mapping[str, Any] | None, created_at: str, **more: Any
+    spec: CampaignSpec,
+    name: str,
+    *,
+    decoder: Mapping[str, Any] | None,
+    created_at: str,
+    undecided: Collection[str] = (),
+    **more: Any,
 ) -> Campaign:
-    """The campaign `name` as a store keeps it: the spec, its model's dimensions `decoder`, and the facts in `more`."""
+    """The campaign `name` as a store keeps it: the spec, its model's dimensions `decoder`, and the facts in `more`. Its
+    first run decides the options `undecided`."""
+    options = {option: value for option, value in asdict(spec).items() if option not in undecided}
     return Campaign(
         name=name,
         model=spec.model,
@@ -185,6 +196,6 @@ def to_campaign(
         measure=spec.measure,
         sampler=spec.sampler,
         seed=spec.seed,
-        spec=json.dumps({**asdict(spec), "fix": dict(spec.fix), "decoder": decoder, **more}, sort_keys=True),
+        spec=json.dumps({**options, "fix": dict(spec.fix), "decoder": decoder, **more}, sort_keys=True),
         created_at=created_at,
     )

@@ -24,6 +24,7 @@ from sqlalchemy import (
     insert,
     or_,
     select,
+    update,
 )
 from sqlalchemy.exc import IntegrityError
 
@@ -106,6 +107,13 @@ class Store:
             if violated(error) is None:
                 raise
             raise StoreError(f"store {self.name}: campaign {campaign.name!r} already exists") from None
+
+    def replace_campaign(self, before: Campaign, after: Campaign) -> bool:
+        """Replace what the store says of a campaign, unless it no longer says `before`. Whether it was replaced."""
+        values = {column.name: getattr(after, column.name) for column in campaigns.columns if column.name != "name"}
+        same = campaigns.c.name == before.name, campaigns.c.spec == before.spec
+        with writing(self._engine, self.name) as connection:
+            return connection.execute(update(campaigns).where(*same).values(values)).rowcount == 1
 
     def campaign(self, name: str) -> Campaign | None:
         """The campaign of that name; None if there is none."""

@@ -131,6 +131,30 @@ def test_the_offered_samplers_are_those_of_search() -> None:
     assert tuple(KNOWN) == SAMPLERS
 
 
+@pytest.mark.parametrize("by", ["option", "environment", "file"])
+def test_another_sampler_or_seed_is_refused_however_it_is_given(
+    run: Run, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """A campaign's name, and what `campaigns` shows of it, must say how all of its rows were found."""
+    assert run("search", *WORK, "--trials", "2", "--name", "x").exit_code == 0
+    words = []
+    match by:
+        case "option":
+            words = ["--seed", "7"]
+        case "environment":
+            monkeypatch.setenv("FLYWHEEL_SEARCH_SEED", "7")
+        case "file":
+            Path("x.toml").write_text("seed = 7", encoding="utf-8")
+            words = ["--campaign", "x.toml"]
+    again = run("search", *WORK, "--trials", "4", "--name", "x", *words)
+    assert again.exit_code == 2
+    assert again.stderr.splitlines()[-1] == (
+        "flywheel: campaign 'x' has seed=0, not 7; --fresh or --name starts a new one"
+    )
+    with open_store("flywheel.db", create=False) as store:
+        assert [row.seed for row in store.trials("x")] == [0, 0]
+
+
 def test_command_line_beats_environment_beats_file_beats_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("c.toml").write_text(
         'model = "smollm2-135m"\ngpu = "l4"\nmeasure = "predict"\njobs = 1\nseed = 3\ntrials = 9\ncontext = 64\n'

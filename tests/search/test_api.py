@@ -14,7 +14,7 @@ import flywheel
 from flywheel.errors import StoreError, UsageError
 from flywheel.search.api import SearchResult
 from flywheel.search.api import search as function
-from flywheel.search.spec import CampaignSpec
+from flywheel.search.spec import METHOD, CampaignSpec
 from flywheel.store.sql import open_store
 from flywheel.version import VERSION
 
@@ -29,7 +29,9 @@ def test_it_takes_what_a_campaign_takes_with_the_same_defaults() -> None:
     assert known.keys() <= parameters.keys()
     for name, field in known.items():
         default = inspect.Parameter.empty if field.default is MISSING else field.default
-        if name not in ("fix", "jobs", "gpu", "context"):  # None: the GPU here, and as much as the model has
+        if name in METHOD:
+            assert parameters[name].default is None, name  # a resumed campaign's own
+        elif name not in ("fix", "jobs", "gpu", "context"):  # None: the GPU here, and as much as the model has
             assert parameters[name].default == default, name
 
 
@@ -54,6 +56,24 @@ def test_a_search_returns_its_best_row_and_where_all_rows_are(tmp_path: Path) ->
 def test_its_errors_are_flywheel_s(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         search(**{**WORK, **options})
+
+
+def test_a_resumed_campaign_keeps_its_sampler_seed_and_starts_unless_told_otherwise(tmp_path: Path) -> None:
+    store, method = tmp_path / "trials.db", {"sampler": "random", "seed": 7, "seeds": False, "warm": False}
+    first = search(**WORK, **method, trials=2, name="api", store=store)
+    again = search(**WORK, trials=4, name="api", store=store)
+    assert again.new_trials == 2
+    with open_store(str(store), create=False) as opened:
+        rows = opened.trials("api")
+    assert {(row.sampler, row.seed, row.source) for row in rows} == {("random", 7, "search")}
+    others = {"sampler": "descent", "seed": 0, "seeds": True, "warm": True}
+    for option, value in others.items():
+        fact = f"^campaign 'api' has {option}={method[option]}, not {value}; --fresh or --name starts a new one$"
+        with pytest.raises(UsageError, match=fact):
+            search(**WORK, **{option: value}, trials=6, name="api", store=store)
+    assert search(**WORK, **method, trials=4, name="api", store=store).new_trials == 0
+    fresh = search(**WORK, sampler="descent", trials=1, name="api", store=store, fresh=True)
+    assert (first.campaign, fresh.campaign) == ("api", "api.2")
 
 
 def python(code: str) -> str:

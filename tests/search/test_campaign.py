@@ -172,7 +172,7 @@ def test_what_found_no_memory_is_neither_remembered_nor_learnt_from_and_tried_by
 
 
 def test_two_runs_of_one_campaign_share_its_numbers_and_its_budget(lab: Any) -> None:
-    first, second = lab.campaign(lab.spec(trials=6)), lab.campaign(lab.spec(trials=6, seed=1))
+    first, second = lab.campaign(lab.spec(trials=6)), lab.campaign(lab.spec(trials=6))
     second_done = []
 
     def run_the_other(progress: Any) -> None:
@@ -200,7 +200,7 @@ def test_a_run_that_learns_of_another_proposes_something_else(lab: Any) -> None:
 
 def test_other_pins_are_another_campaign(lab: Any) -> None:
     open_campaign(lab.spec(), lab.space(), lab.store, fresh=False)
-    with pytest.raises(UsageError, match="other pinned knobs"):
+    with pytest.raises(UsageError, match=r"^campaign 'toy' has no pinned knobs, not --fix depth=0; --fresh or --name"):
         open_campaign(replace(lab.spec(), fix={"depth": "0"}), lab.space(), lab.store, fresh=False)
 
 
@@ -214,12 +214,20 @@ def test_a_name_is_resumed_unless_a_fresh_campaign_is_wanted(lab: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "fact"),
-    [({"context": 32}, "context=64, not 32"), ({"dtype": "f16"}, "dtype=bf16, not f16"), ({"gpu": "h100"}, "gpu=few")],
+    [
+        ({"context": 32}, "context=64, not 32"),
+        ({"dtype": "f16"}, "dtype=bf16, not f16"),
+        ({"gpu": "h100"}, "gpu=few"),
+        ({"sampler": "descent"}, "sampler=random, not descent"),
+        ({"seed": 7}, "seed=0, not 7"),
+        ({"seeds": True}, "seeds=False, not True"),
+        ({"warm": False}, "warm=True, not False"),
+    ],
 )
 def test_a_campaign_that_searched_something_else_is_not_resumed(lab: Any, change: dict[str, Any], fact: str) -> None:
     open_campaign(lab.spec(), lab.space(), lab.store, fresh=False)
     other = replace(lab.spec(), **change)
-    with pytest.raises(UsageError, match=rf"^campaign 'toy' has {fact}.*--fresh starts a new one$"):
+    with pytest.raises(UsageError, match=rf"^campaign 'toy' has {fact}.*--fresh or --name starts a new one$"):
         open_campaign(other, lab.space(), lab.store, fresh=False)
     assert open_campaign(other, lab.space(), lab.store, fresh=True) == "toy.2"
 

@@ -68,11 +68,11 @@ def test_any_number_of_processes_leaves_the_same_rows(tiny: str, url: str) -> No
 def test_two_searches_at_once_into_one_campaign_lose_nothing(tiny: str, url: str) -> None:
     run_search(campaign(tiny, trials=1), url)
     with ThreadPoolExecutor(2) as both:
-        results = list(both.map(lambda seed: run_search(campaign(tiny, seed=seed, trials=10), url), (0, 1)))
+        results = list(both.map(lambda _: run_search(campaign(tiny, trials=10), url), range(2)))
     with open_store(url) as store:
         records = store.trials("tiny")
     assert [record.trial for record in records] == list(range(1 + sum(result.new_trials for result in results)))
-    assert {record.seed for record in records} == {0, 1}
+    assert all(result.new_trials for result in results)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def test_a_run_that_learns_of_another_still_tries_every_known_good_schedule_once
     def let_another_run(progress: Progress) -> None:
         own.append(progress.record.config_id)
         if progress.new_trials == 1:
-            other = lab.campaign(lab.spec(sampler="random", seed=3), space=space)
+            elsewhere = lab.spec(sampler="random", seed=3)  # proposes other schedules than this run would
+            other = CampaignRun(elsewhere, "toy", space, lab.store, InlineEngine(lab.bench()), lab.environment)
             other.run(lambda _: None, lambda: other._own >= 2)
 
     run.run(let_another_run, lambda: False)

@@ -94,6 +94,14 @@ def test_a_campaign_name_is_taken_once(store: Store, make_campaign: Campaigns) -
     assert store.campaign("nowhere") is None
 
 
+def test_a_campaign_is_replaced_by_the_first_of_two_that_know_it(store: Store, make_campaign: Campaigns) -> None:
+    before = store.campaigns()[0].campaign
+    one, other = (replace(before, seed=seed, spec=f'{{"seed": {seed}}}') for seed in (5, 6))
+    assert store.replace_campaign(before, one)
+    assert not store.replace_campaign(before, other)
+    assert store.campaign(before.name) == one
+
+
 def test_a_campaign_that_lacks_something_is_not_said_to_exist(store: Store, make_campaign: Campaigns) -> None:
     with pytest.raises(ValueError, match="campaign 'third': model is absent"):
         store.create_campaign(make_campaign("third", model=None))

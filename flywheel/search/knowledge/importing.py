@@ -18,7 +18,7 @@ from flywheel.measure.standing import trials_of
 from flywheel.models.catalog import resolve_model
 from flywheel.search.knowledge.warm import choose_starts, described
 from flywheel.search.space import make_space
-from flywheel.search.spec import CampaignSpec, to_campaign
+from flywheel.search.spec import METHOD, CampaignSpec, to_campaign
 from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
@@ -90,7 +90,8 @@ def import_priors(
     priors = {_PRIORS: [config_to_dict(config) for config in configs]}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     starts = described(choose_starts(store, make_space(workload), measure))
-    campaign = to_campaign(spec, name, decoder=asdict(workload.spec), created_at=now, **priors, **starts)
+    dimensions = asdict(workload.spec)
+    campaign = to_campaign(spec, name, decoder=dimensions, created_at=now, undecided=METHOD, **priors, **starts)
     store.create_campaign(campaign)
     return campaign
 
@@ -155,7 +156,8 @@ def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
     )
     started = min(record.created_at for record in records)
     predictor = next((record.predictor for record in records if record.is_predicted), MODEL_VERSION)
-    return to_campaign(spec, name, decoder=_decoder(first.model), created_at=started, predictor=predictor)
+    dimensions = _decoder(first.model)
+    return to_campaign(spec, name, decoder=dimensions, created_at=started, undecided=METHOD, predictor=predictor)
 
 
 def _decoder(model: str) -> Mapping[str, Any] | None:

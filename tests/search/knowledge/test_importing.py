@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,8 @@ from flywheel.errors import StoreError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.record import TrialRecord
 from flywheel.search.knowledge.importing import import_priors, import_trials, priors_of
+from flywheel.search.opening import resumed
+from flywheel.search.spec import METHOD
 from flywheel.store.tsv import from_tsv, to_tsv
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=20)
@@ -136,6 +139,25 @@ def test_no_seeds_leaves_priors_out(lab: Any) -> None:
     import_priors(lab.store, "toy", lab.workload, "predict", [prior])
     lab.run(lab.spec(trials=2, seeds=False))
     assert {row.source for row in lab.store.trials("toy")} == {"search"}
+
+
+def test_the_first_run_of_an_imported_campaign_decides_how_it_is_searched(lab: Any) -> None:
+    import_priors(lab.store, "toy", lab.workload, "predict", [ScheduleConfig(pipelining_depth=3)])
+    lab.run(lab.spec(sampler="random", seed=5, trials=2))
+    campaign = lab.store.campaign("toy")
+    assert (campaign.sampler, campaign.seed, json.loads(campaign.spec)["seeds"]) == ("random", 5, False)
+    assert len(priors_of(campaign)) == 1
+    with pytest.raises(UsageError, match="campaign 'toy' has sampler=random, not tpe; --fresh or --name"):
+        lab.run(lab.spec(sampler="tpe", seed=5, trials=4))
+    assert len(lab.store.trials("toy")) == 2
+
+
+def test_imported_trials_keep_their_sampler_unless_another_is_chosen(lab: Any, rows: list[TrialRecord]) -> None:
+    campaign, _ = import_trials(lab.store, "toy", rows)
+    asked = lab.spec(sampler="descent", seed=9)
+    kept = resumed(asked, lab.store, fresh=False, given=())
+    assert (kept.sampler, kept.seed) == (campaign.sampler, campaign.seed)
+    assert resumed(asked, lab.store, fresh=False, given=METHOD) == asked
 
 
 def test_priors_begin_a_campaign_and_join_none(lab: Any) -> None:
