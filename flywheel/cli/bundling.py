@@ -40,7 +40,7 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
     """Write the bundle of a schedule file, or of SHIPPED. `named` options override the file. Returns facts about the
     bundle.
 
-    Raises UsageError for a format other than bundle, and as `_write`.
+    Raises UsageError for a format other than bundle, UnknownNameError where no schedule is shipped, and as `_write`.
     """
     if form != "bundle":
         raise UsageError(f"export: --config goes with --format bundle, not with {form}")
@@ -60,9 +60,9 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
         config = given.config if isinstance(given, Schedule) else given
         announce_another(given, workload.spec)
         return _write(workload, config, {"words": f"schedule {Path(file).name}"}, output)
-    from flywheel.search.knowledge.chosen import choose_schedule
+    from flywheel.search.knowledge.chosen import choose_shipped
 
-    chosen = choose_schedule(workload)
+    chosen = choose_shipped(workload)
     return _write(workload, chosen.config, {"words": chosen.words}, output)
 
 

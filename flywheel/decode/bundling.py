@@ -13,6 +13,7 @@ from flywheel.decode.stored import Stored, open_stored, sample_of, tensor_digest
 from flywheel.decode.unpacked import LAYOUTS, elements, part_of, stored_name
 from flywheel.errors import InvalidProgramError, UsageError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
+from flywheel.ir.lanes import lanes_of
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
@@ -45,11 +46,13 @@ def make_bundle(
     lowered schedule, JSON-ready. Reads all weights.
 
     Raises UsageError for a checkpoint quantised in a layout that `unpacked` does not know, for a program with quantised
-    matrices where the checkpoint has none, and for several ranks; InvalidProgramError for an unsafe program;
+    matrices where the checkpoint has none, and for several ranks or lanes; InvalidProgramError for an unsafe program;
     WeightsError, TensorError, ConfigError and KernelCompileError.
     """
     if program.ranks > 1:
         raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank")
+    if (lanes := lanes_of(program)) > 1:
+        raise UsageError(f"bundle: a program of {lanes} lanes a sequence; bundles are of one lane")
     layout = _layout_of(program, folder)
     result = validate(program, strict=True)
     if not result.ok:

@@ -65,10 +65,19 @@ def test_the_best_row_is_a_bundle_for_its_gpu_whatever_is_here(
     assert str(tmp_path) not in json.dumps({**shown, "schedule": None})
 
 
-def test_a_shipped_schedule_without_a_context_takes_the_models_where_it_is_shorter_than_512(
-    run: Run, checkpoint: Path
-) -> None:
-    asked = ("export", "--format", "bundle", "--schedule", "shipped", "--model", checkpoint, "--gpu", "h200")
+def test_a_schedule_is_shipped_or_the_export_says_that_none_is(run: Run, checkpoint: Path) -> None:
+    asked = ("export", "--format", "bundle", "--config", "shipped", "--model", checkpoint, "--gpu", "h200")
+    refused = run(*asked, "--output", "bundle")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        f"flywheel: no schedule is shipped for {checkpoint} on h200, bf16, context 64; flywheel search finds one\n"
+    )
+    assert not Path("bundle").exists()
+
+
+def test_a_config_without_a_context_takes_the_models_where_it_is_shorter_than_512(run: Run, checkpoint: Path) -> None:
+    Path("config.json").write_text(json.dumps(config_to_dict(ScheduleConfig())))
+    asked = ("export", "--format", "bundle", "--config", "config.json", "--model", checkpoint, "--gpu", "h200")
     result = run(*asked, "--output", "bundle")
     assert result.exit_code == 0, result.stderr
     assert read_bundle(Path("bundle")).manifest["model"]["context"] == 64

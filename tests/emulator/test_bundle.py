@@ -25,6 +25,7 @@ from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
 from flywheel.models.hf import load_spec
 from flywheel.models.sharding import shared_step
 from flywheel.search.workload import Workload
@@ -32,7 +33,7 @@ from flywheel.vm.bundle.layout import manifest_digest
 from flywheel.vm.bundle.reading import read_bundle
 from flywheel.vm.bundle.writing import bundle_files, write_folder
 from flywheel.vm.gpu.loader import LoadedProgram
-from flywheel.vm.pack import pack_ranks
+from flywheel.vm.pack import pack, pack_ranks
 
 TESTS = Path(__file__).parents[1]
 
@@ -314,6 +315,18 @@ def test_a_program_of_several_ranks_is_refused_and_so_is_the_part_of_one(checkpo
         kernel: Any = None  # of which a refusal asks nothing
         with pytest.raises(UsageError, match=refusal):
             bundle_files(packed, kernel, "12.9", {}, {}, {})
+
+
+def test_a_program_of_several_lanes_is_refused(checkpoint: Path) -> None:
+    """Nothing in a bundle says how many lanes a sequence has, so its reader would not know its buffers."""
+    lanes = decode_step(load_spec(checkpoint), CONTEXT, DType.F32, 4, lanes=4)
+    program = lower(lanes, ScheduleConfig(threads_per_block=192), replace(TARGETS["h100"], num_sms=2))
+    refusal = "^bundle: a program of 4 lanes a sequence; bundles are of one lane$"
+    with pytest.raises(UsageError, match=refusal):
+        make_files(checkpoint, program)
+    kernel: Any = None  # of which a refusal asks nothing
+    with pytest.raises(UsageError, match=refusal):
+        bundle_files(pack(program), kernel, "12.9", {}, {}, {})
 
 
 def experiment(name: str) -> Any:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.decode.source import Source
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, UnknownNameError
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, default_context, find_target, gpus_of, with_ranks
+from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
 TRIED_FIRST: Final = "what a search tries first"
@@ -77,15 +78,31 @@ def choose_schedule(workload: Workload, store: str | None = None) -> Chosen:
     return Chosen(space.to_config(space.known_good()[0]), TRIED_FIRST + why)
 
 
+def choose_shipped(workload: Workload) -> Chosen:
+    """The shipped schedule of the workload. Raises UnknownNameError where none is shipped."""
+    shipped = _shipped(workload)
+    if shipped is None:
+        work = workload.model, workload.gpu, workload.dtype, workload.context, workload.batch, workload.weights
+        raise UnknownNameError(f"no schedule is shipped for {work_named(*work)}; flywheel search finds one")
+    return shipped
+
+
 def _known(workload: Workload, store: str | None) -> Iterator[Chosen]:
     """Schedules that were measured, in the order in which they are taken."""
     best = None if store is None else _best_of(workload, store)
     if best is not None:
         yield best
+    shipped = _shipped(workload)
+    if shipped is not None:
+        yield shipped
+
+
+def _shipped(workload: Workload) -> Chosen | None:
     fit = find_shipped(workload)
-    if fit is not None:
-        found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
-        yield Chosen(fit.config, f"shipped schedule {fit.shipped.name}, {found}")
+    if fit is None:
+        return None
+    found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
+    return Chosen(fit.config, f"shipped schedule {fit.shipped.name}, {found}")
 
 
 def _best_of(workload: Workload, url: str) -> Chosen | None:

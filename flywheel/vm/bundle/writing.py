@@ -51,11 +51,13 @@ def bundle_files(
 
     `nvrtc` is the version that compiled the kernel. `about` has further sections of the manifest, JSON-ready, and
     `others` further files. `tensors` maps the program's names of weights to their names in the checkpoint's files.
-    Raises UsageError for a program of several ranks.
+    Raises UsageError for a program of several ranks or lanes.
     """
     program = packed.program
     if packed.part is not None:
         raise UsageError(f"bundle: a program of {packed.part.ranks} ranks; bundles are of one rank")
+    if packed.lanes > 1:
+        raise UsageError(f"bundle: a program of {packed.lanes} lanes a sequence; bundles are of one lane")
     assert program.target is not None
     tables, parts = _tables(packed)
     labels = _json([(task.id, task.label) for task in program.tasks])
