@@ -69,3 +69,30 @@ def test_a_schedule_is_named_as_what_it_is(run: Run, searched: Path) -> None:
     assert result.exit_code == 3
     assert "is an exported schedule of smollm2-135m on l4, bf16, context 512, not a program; flywheel " in result.stdout
     assert "a ScheduleConfig, not a program" in result.stdout
+
+
+def test_a_program_that_asks_for_more_shared_memory_than_its_gpu_has_is_rejected_by_every_command(
+    run: Run, program: Path
+) -> None:
+    """The specification's bound of ScheduleConfig, which a file may break: lowering never makes such a program."""
+    document = json.loads(program.read_text(encoding="utf-8"))
+    limit = document["target"]["smem_bytes_per_block_optin"]
+    document["config"]["smem_bytes_per_block"] = limit + 1
+    Path("greedy.json").write_text(json.dumps(document), encoding="utf-8")
+    fact = f"smem_bytes_per_block={limit + 1} is not in 0..{limit}"
+    proved = run("validate", "--json", "greedy.json")
+    assert proved.exit_code == 3
+    assert [error["code"] for error in json.loads(proved.stdout)["errors"]] == ["smem-limit"]
+    simulated = run("simulate", "--json", "greedy.json")
+    assert simulated.exit_code == 3
+    assert json.loads(simulated.stdout)["prediction"] is None
+    inspected = json.loads(run("inspect", "--json", "greedy.json").stdout)
+    assert (inspected["valid"], inspected["predicted_us"]) == (False, None)
+    assert all(fact in text for text in (proved.stdout, simulated.stdout, *inspected["errors"]))
+    Path("config.json").write_text(json.dumps(document["config"]), encoding="utf-8")
+    work = ("--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict")
+    evaluated = run("evaluate", "config.json", *work, "--json")
+    assert evaluated.exit_code == 3
+    found = json.loads(evaluated.stdout)
+    assert (found["outcome"], found["codes"]) == ("rejected", ["config"])
+    assert fact in found["reason"]

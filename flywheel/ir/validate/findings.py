@@ -32,6 +32,7 @@ CODES: Final = MappingProxyType(
         "kv-sequence": "a KV cache whose tasks move with the positions of several sequences",
         "kv-lane": "a KV cache of several lanes that a task does not append one row to, or read up to its own row",
         "kv-target": "a KV_APPEND whose cache operand is not the output that it writes",
+        "smem-limit": "a config whose block has more shared memory than a block can opt into on the target",
         "sm-range": "an SM index outside the target",
         "rank-range": "a rank that the program does not have, or that has no task",
         "remote-access": "an operand on another GPU that is no push's output, or a push to its own",

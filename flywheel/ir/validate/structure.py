@@ -118,7 +118,19 @@ def _header(program: MegakernelProgram, findings: Findings) -> bool:
             findings.error("not-a-program", f"{name}: expected a {kind.__name__}, got {show(record)}")
             return False
         _check_record(name, record, kind, findings)
+    if not findings.errors:
+        _check_shared_memory(program, findings)
     return True
+
+
+def _check_shared_memory(program: MegakernelProgram, findings: Findings) -> None:
+    config, target = program.config, program.target
+    if config is None:
+        return
+    asked, most = config.smem_bytes_per_block, INT32 if target is None else target.smem_bytes_per_block_optin
+    if not 0 <= asked <= most:
+        where = "" if target is None else f" ({show(target.name)})"
+        findings.error("smem-limit", f"config: smem_bytes_per_block={asked} is not in 0..{most}{where}")
 
 
 def _check_record(name: str, record: object, kind: type, findings: Findings) -> None:

@@ -43,6 +43,11 @@ def _paged(program: MegakernelProgram, pages: dict[Any, Any]) -> MegakernelProgr
     return replace(program, pages=PageAllocation(pages, program.pages.pages))
 
 
+def _with_smem(program: MegakernelProgram, nbytes: int) -> MegakernelProgram:
+    assert program.config is not None
+    return replace(program, config=replace(program.config, smem_bytes_per_block=nbytes))
+
+
 def _recipe(program: MegakernelProgram, task: Change, change: Callable[[list[dict[str, Any]]], object]) -> object:
     """`program` with the steps of task 108's recipe changed."""
     steps = [dict(step) for step in program.tasks[8].params["recipe"]["steps"]]
@@ -135,6 +140,9 @@ CASES: list[tuple[str, str, Plant]] = [
     ("kv-sequence", "window", lambda p, task, buffer: task(p, 107, params={"sequence": 1})),
     ("kv-lane", "base", lambda p, task, buffer: task(p, 105, params={"pos": 0, "lane": 1})),
     ("kv-target", "append", lambda p, task, buffer: task(p, 105, inputs=(18, 20))),
+    ("smem-limit", "above", lambda p, task, buffer: _with_smem(p, 232449)),
+    ("smem-limit", "below", lambda p, task, buffer: _with_smem(p, -1)),
+    ("smem-limit", "no-target", lambda p, task, buffer: replace(_with_smem(p, -1), target=None)),
     ("sm-range", "above", lambda p, task, buffer: task(p, 101, sm=132)),
     ("sm-range", "below", lambda p, task, buffer: task(p, 101, sm=-1)),
     ("sm-range", "type", lambda p, task, buffer: task(p, 101, sm="0")),
@@ -166,6 +174,10 @@ CASES: list[tuple[str, str, Plant]] = [
     ("gpu-label", "not-a-name", lambda p, task, buffer: replace(p, meta={"gpu": None})),
     *[(code, name, lambda p, task, buffer, plant=plant: plant(two_ranks())) for name, (code, plant) in FAULTS.items()],
 ]  # fmt: skip
+
+
+def test_a_config_may_ask_for_all_the_shared_memory_of_a_block(tiny: MegakernelProgram) -> None:
+    assert validate(_with_smem(tiny, 232448), strict=True).ok
 
 
 def test_the_unharmed_program_has_no_finding(tiny: MegakernelProgram) -> None:
