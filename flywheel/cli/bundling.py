@@ -19,6 +19,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import resolve_model
 from flywheel.search.workload import Workload, default_context, make_workload
 from flywheel.store.schedule import Schedule
+from flywheel.store.shipped import Shipped
 from flywheel.store.sql import Store
 
 SHIPPED: Final = "shipped"
@@ -27,13 +28,22 @@ SHIPPED: Final = "shipped"
 _WORK: Final = ("model", "gpu", "dtype", "context", "batch", "weights")
 
 
-def bundle_row(store: Store, record: TrialRecord, output: Path | None) -> dict[str, Any]:
-    """Write the bundle of a store's row, whose model must be a checkpoint. Returns facts about it. Raises as
-    `_write`."""
-    workload = make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
-    exported = json.loads(schedule_text(record, find_campaign(store, record.campaign)))
-    words = f"{row_title(store, record)} of campaign {record.campaign}, {record.kind} {us(record.objective_us)}"
-    return _write(workload, config_from_dict(json.loads(record.config)), {"words": words, "exported": exported}, output)
+def bundle_answer(store: Store, answer: TrialRecord | Shipped, output: Path | None) -> dict[str, Any]:
+    """Write the bundle of a store's row or of a shipped schedule, whose model must be a checkpoint. Returns facts about
+    it. Raises as `_write`."""
+    if isinstance(answer, Shipped):
+        said = {"words": f"shipped schedule {answer.stem}"}
+        return _write(work_of(answer), answer.schedule.config, said, output)
+    workload = make_workload(answer.model, answer.gpu, answer.dtype, answer.context, answer.batch, answer.weights)
+    exported = json.loads(schedule_text(answer, find_campaign(store, answer.campaign)))
+    words = f"{row_title(store, answer)} of campaign {answer.campaign}, {answer.kind} {us(answer.objective_us)}"
+    return _write(workload, config_from_dict(json.loads(answer.config)), {"words": words, "exported": exported}, output)
+
+
+def work_of(shipped: Shipped) -> Workload:
+    """The work that a shipped schedule was found for."""
+    asked = shipped.schedule
+    return make_workload(asked.model, asked.gpu, asked.dtype, asked.context, asked.batch, asked.weights)
 
 
 def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | None) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class JsonLines:
 
     def start(self, start: Start) -> None:
         """Write the start event: what is searched, and the trials that there are already."""
-        spec = start.spec
+        from flywheel.cli.searched import known_document
+
+        spec, before = start.spec, start.best_known
         show_event(
             "start",
             {
@@ -53,6 +55,7 @@ class JsonLines:
                 "known": start.known,
                 "dimensions": start.dimensions,
                 "configurations": start.configurations,
+                "best_known": None if before is None else known_document(before, spec.batch),
                 "starts": [{name: getattr(warm, name) for name in _STARTS} for warm in start.starts],
                 "budget": {name: getattr(spec, name) for name in _BUDGETS},
             },

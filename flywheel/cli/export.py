@@ -30,12 +30,15 @@ from flywheel.cli.provenance import find_campaign, row_title, schedule_text
 from flywheel.cli.text import note, show_document, show_json, us
 from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
+from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
 from flywheel.models.formats import weights_name
+from flywheel.store.shipped import Shipped
 from flywheel.store.tsv import to_csv, to_tsv
 
 if TYPE_CHECKING:
+    from flywheel.search.workload import Workload
     from flywheel.store.sql import Store
 
 FORMATS = ("schedule", "program", "bundle", "tsv", "csv", "t4", "optuna")
@@ -78,11 +81,12 @@ def export(
 ) -> None:
     """Write the best trial of a campaign, or of a model on a GPU, or all trials, to stdout or a file.
 
-    Without --campaign, --model and --gpu, a schedule, program, bundle or study comes from the newest campaign.
+    Without --campaign, --model and --gpu, a schedule, program, bundle or study comes from the newest campaign. A
+    measured schedule of the same work, in the store or shipped, goes before a prediction, unless --predicted asks.
 
     The output depends only on the stored trials: repeating the command gives the same bytes.
     """
-    from flywheel.cli.bundling import bundle_file, bundle_row
+    from flywheel.cli.bundling import bundle_answer, bundle_file
     from flywheel.store.sql import open_store
 
     named = {"campaign": campaign, **as_stored(model, gpu), "dtype": dtype, "context": context, "batch": batch,
@@ -100,7 +104,8 @@ def export(
             _write_study(opened, wanted, output, as_json)
             return
         if form == "bundle":
-            _show_bundle(bundle_row(opened, _best(opened, wanted, measured), output), output, as_json)
+            answer = _answer(opened, wanted, measured)
+            _show_bundle(bundle_answer(opened, answer, output), output, as_json)
             return
         if form in ("tsv", "csv"):
             records = _rows(opened, wanted, measured)
@@ -110,11 +115,7 @@ def export(
             document = _t4(_rows(opened, wanted, None), measured)
             text, facts = dump_t4(document), {"trials": len(document["results"])}
         else:
-            record = _best(opened, wanted, measured)
-            origin = find_campaign(opened, record.campaign)
-            text = schedule_text(record, origin) if form == "schedule" else _program(record)
-            facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
-            note(f"{record.campaign}, {row_title(opened, record)}: {record.kind} {us(record.objective_us)}")
+            text, facts = _one(form, opened, _answer(opened, wanted, measured))
     _hand_out(form, text, facts, output, as_json)
 
 
@@ -195,6 +196,34 @@ def _t4(records: list[TrialRecord], measured: bool | None) -> dict[str, Any]:
     return document
 
 
+def _answer(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> TrialRecord | Shipped:
+    """The row of `_best`; where it is only predicted, and predictions were not asked for, the shipped schedule of its
+    work, if there is one. A measurement goes before a prediction."""
+    from flywheel.search.knowledge.known import best_known
+
+    record = _best(store, wanted, measured)
+    known = None if measured is False or record.latency_us is not None else best_known(_work_of(record), store)
+    if known is None:
+        return record
+    note(f"{known.words}, measured {us(known.latency_us)} on {known.measured_on}, goes before the prediction of "
+         f"{record.campaign}, {us(record.objective_us)}; --predicted exports that")  # fmt: skip
+    return known.origin
+
+
+def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str, dict[str, Any]]:
+    """One schedule as a schedule file or a program, and facts about it."""
+    if isinstance(answer, TrialRecord):
+        origin = find_campaign(store, answer.campaign)
+        text = schedule_text(answer, origin) if form == "schedule" else _program(answer)
+        note(f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us(answer.objective_us)}")
+        return text, {"campaign": answer.campaign, "trial": answer.trial, "program_id": answer.program_id}
+    from flywheel.cli.bundling import work_of
+
+    asked = answer.schedule
+    text = answer.text() if form == "schedule" else _lowered(work_of(answer), asked.config)
+    return text, {"shipped": answer.stem, "program_id": asked.program_id}
+
+
 def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> TrialRecord:
     """The fastest row that `wanted` matches.
 
@@ -222,17 +251,26 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
     return best
 
 
-def _program(record: TrialRecord) -> str:
-    """Lower the row's config again. Raises StoreError where this version makes another program of it."""
-    from flywheel.ir import config_from_dict, program_to_json
-    from flywheel.lowering.lower import lower
-    from flywheel.plan import program_id
+def _work_of(record: TrialRecord) -> Workload:
     from flywheel.search.workload import make_workload
 
-    workload = make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
-    program = lower(workload.graph, config_from_dict(json.loads(record.config)), workload.target)
+    return make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
+
+
+def _program(record: TrialRecord) -> str:
+    """Lower the row's config again. Raises StoreError where this version makes another program of it."""
+    return _lowered(_work_of(record), config_from_dict(json.loads(record.config)), record)
+
+
+def _lowered(workload: Workload, config: ScheduleConfig, record: TrialRecord | None = None) -> str:
+    """The program of a config as text. Raises StoreError where it is not the one of its row."""
+    from flywheel.ir import program_to_json
+    from flywheel.lowering.lower import lower
+    from flywheel.plan import program_id
+
+    program = lower(workload.graph, config, workload.target)
     made = program_id(program)
-    if made != record.program_id:
+    if record is not None and made != record.program_id:
         raise StoreError(
             f"trial {record.trial} of campaign {record.campaign!r}: this version lowers its config to program {made}, "
             f"the row has {record.program_id}; search again with --fresh"

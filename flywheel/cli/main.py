@@ -26,6 +26,7 @@ from flywheel.version import VERSION
 COMMANDS: Final = {
     "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
     "campaigns": ("flywheel.cli.campaigns:campaigns", "List the campaigns of a store, or show one."),
+    "schedules": ("flywheel.cli.schedules:schedules", "List the measured schedules that come with flywheel."),
     "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials."),
     "import": ("flywheel.cli.importing:import_file", "Import trials, or schedules to try first, from a file."),
     "evaluate": ("flywheel.cli.evaluate:evaluate", "Predict or measure one schedule."),

@@ -120,10 +120,11 @@ class PlainLines:
         best = progress.best
         standing = "none feasible yet"
         if best is not None:
-            standing = f"best {us(best.objective_us)} {best.kind}, {percent(best.floor_fraction)} of floor"
+            found = f"{us(best.objective_us)} {best.kind}, {percent(best.floor_fraction)} of floor"
+            standing = f"best {found}, trial {best.trial}"
         width = len(str(self._spec.trials))
         pace = f"  {progress.new_trials / progress.elapsed_s:.1f} trials/s" if progress.elapsed_s > SETTLED_S else ""
-        note(f"trial {progress.trials:>{width}}/{self._spec.trials}  {standing}{pace}")
+        note(f"{progress.trials:>{width}}/{self._spec.trials} trials  {standing}{pace}")
 
     def drain(self) -> None:
         """Write that the search will stop. A signal handler must not use buffered streams."""

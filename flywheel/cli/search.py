@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,7 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
-from flywheel.cli.searched import document, show_found
-from flywheel.cli.text import amount, note, show_json
+from flywheel.cli.text import amount, note, show_json, us_a_token
 from flywheel.cli.warming import announce_compiling
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
@@ -43,6 +43,7 @@ from flywheel.search.trials.device import default_gpu
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.workload import default_context, with_ranks
 from flywheel.store.campaign import work_named
+from flywheel.store.shipped import Shipped
 
 if TYPE_CHECKING:
     from flywheel.measure.record import TrialRecord
@@ -154,9 +155,7 @@ def search(
 
     def announce(start: Start) -> None:
         started.append(start)
-        note(_latency_source(start, asked=spec.measure))
-        if start.starts and not start.known:
-            note(_beginning(start))
+        note(*_beginning(start, asked=spec.measure))
         if children is not None:
             mirrors.append(Beside(store, start.name, children, tracking_uri))
         reporter.start(start)
@@ -178,16 +177,20 @@ def search(
 
 
 def _present(start: Start, result: CampaignResult, store: str, schedule_file: Path | None, form: str) -> None:
-    """Show how the search ended, on stdout, and write its best schedule where a file is asked for."""
+    """Show how the search ended, on stdout, and write its answer where a file is asked for."""
+    from flywheel.cli.searched import answer_of, document, show_found
+
     match form:
         case "jsonl":
-            show_event("end", document(start, result))
+            show_event("end", document(start, result, store))
         case "json":
-            show_json(document(start, result))
+            show_json(document(start, result, store))
         case _:
             show_found(start, result, store, schedule_file)
-    if schedule_file is not None and result.best is not None:
-        write_file(schedule_file, _schedule(store, result.best))
+    answer = answer_of(start, result)
+    origin = result.best if answer is None else answer.origin
+    if schedule_file is not None and origin is not None:
+        write_file(schedule_file, origin.text() if isinstance(origin, Shipped) else _schedule(store, origin))
 
 
 def _exit_code(result: CampaignResult, fresh: bool) -> int:
@@ -255,10 +258,17 @@ def _latency_source(start: Start, asked: str) -> str:
     return f"Latencies are predicted by the cost model (version {start.predictor}): {why}."
 
 
-def _beginning(start: Start) -> str:
-    """The line that says whose schedules this search tries first."""
-    works = [work_named(warm.model, warm.gpu, warm.dtype, warm.context, 1, warm.weights) for warm in start.starts]
-    return f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
+def _beginning(start: Start, asked: str) -> Iterator[str]:
+    """The lines that say where latencies come from, what was measured of this work before, and whose schedules this
+    search tries first."""
+    yield _latency_source(start, asked)
+    known = start.best_known
+    if known is not None:
+        took = us_a_token(known.latency_us, start.spec.batch)
+        yield f"Known: {took} by {known.words}, measured on {known.measured_on}."
+    if start.starts and not start.known:
+        works = [work_named(warm.model, warm.gpu, warm.dtype, warm.context, 1, warm.weights) for warm in start.starts]
+        yield f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
 
 
 def _schedule(store: str, best: TrialRecord) -> str:

@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.options import DEFAULT_STORE, STDOUT
-from flywheel.cli.text import Command, amount, counts, duration, pairs, percent, show, ties, us
+from flywheel.cli.text import Command, amount, counts, duration, pairs, percent, show, ties, us, us_a_token
+from flywheel.ir import config_from_dict
+from flywheel.measure.latency import tokens_per_s
+from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import row_name
+from flywheel.search.gains import gained, gains_document, gains_in_words
+from flywheel.search.knowledge.known import Known
+from flywheel.search.space import Space, make_space
+from flywheel.search.workload import make_workload
+from flywheel.store.shipped import Shipped
 
 if TYPE_CHECKING:
-    from flywheel.measure.record import TrialRecord
     from flywheel.search.campaign import CampaignResult
     from flywheel.search.run import Start
     from flywheel.search.spec import CampaignSpec
@@ -29,9 +36,11 @@ _STOPPED: Final = {
 _UNCERTAIN: Final = "no final was run; the best may be best by chance"
 
 
-def document(start: Start, result: CampaignResult) -> dict[str, Any]:
+def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]:
     """How the search ended, JSON-ready."""
     spec, best = start.spec, result.best
+    answer = answer_of(start, result)
+    gains = None if best is None else gained(_space(spec), _rows(store, result))
     return {
         "campaign": result.name,
         "model": spec.model,
@@ -60,10 +69,65 @@ def document(start: Start, result: CampaignResult) -> dict[str, Any]:
             "floor_us": best.floor_us,
             "floor_fraction": best.floor_fraction,
         },
+        "answer": None if answer is None else known_document(answer, spec.batch),
+        "gained": gains_document(gains),
         "tied": [record.trial for record in result.tied],
         "stopped": result.stopped,
         "elapsed_s": result.elapsed_s,
     }  # fmt: skip
+
+
+def answer_of(start: Start, result: CampaignResult) -> Known | None:
+    """The measured schedule that answers the search: its own best, or for a search that only predicted, the best known
+    one of this very work. None where none was measured: then the best prediction is all there is."""
+    best = result.best
+    if best is None or best.latency_us is None:
+        return start.best_known
+    return Known(config_from_dict(json.loads(best.config)), best.latency_us, best)
+
+
+def known_document(known: Known, batch: int) -> dict[str, Any]:
+    """A measured schedule of a work of `batch` sequences, JSON-ready. `shipped` is its name if it comes with flywheel;
+    `campaign` and `trial` are those of its row."""
+    origin = known.origin
+    return {
+        "config_id": known.config.config_id,
+        "latency_us": known.latency_us,
+        "tokens_per_s": tokens_per_s(known.latency_us, batch),
+        "shipped": None if isinstance(origin, TrialRecord) else origin.stem,
+        "campaign": origin.campaign,
+        "trial": origin.trial,
+        **{name: getattr(origin, name) for name in ("gpu_name", "kernels", "created_at")},
+    }
+
+
+def _headline(spec: CampaignSpec, result: CampaignResult, answer: Known | None) -> str:
+    best = result.best
+    if best is not None and (answer is None or answer.origin is best):
+        assert best.objective_us is not None
+        return (
+            f"{spec.work}: {best.kind} {us_a_token(best.objective_us, spec.batch)}; "
+            f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
+        )
+    if answer is None:
+        return f"{spec.work}: nothing feasible in {amount(result.trials, 'trial')}"
+    return f"{spec.work}: measured {us_a_token(answer.latency_us, spec.batch)} by {answer.words}"
+
+
+def _beaten(best: TrialRecord | None, answer: Known | None) -> str | None:
+    """That a measured schedule goes before this search's prediction, if one does."""
+    if answer is None or best is None or answer.origin is best:
+        return None
+    return f"{us(best.objective_us)} for the best of this search; a prediction does not replace a measurement"
+
+
+def _next(start: Start, result: CampaignResult, answer: Known | None, store: str | None) -> list[str]:
+    """The command that writes the answer, or the best prediction, as a file. `store` is None for the default one."""
+    if answer is not None and isinstance(answer.origin, Shipped):
+        return ["flywheel", "schedules", answer.origin.stem]
+    campaign = result.name if answer is None else answer.origin.campaign
+    words = ["flywheel", "export", "--format", "schedule", "--campaign", campaign]
+    return [*words, *([] if store is None else ["--store", store])]
 
 
 def show_found(start: Start, result: CampaignResult, store: str, schedule_file: Path | None) -> None:
@@ -71,20 +135,14 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
     from flywheel.store.places import make_store_url, store_name
 
     spec, best = start.spec, result.best
-    if best is None:
-        show(f"{spec.work}: nothing feasible in {amount(result.trials, 'trial')}")
-    else:
-        show(
-            f"{spec.work}: {best.kind} {us(best.objective_us)} a token; "
-            f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
-        )
-    rows = _rows(store, result) if best is not None and best.source == "final" else []
+    answer = answer_of(start, result)
+    show(_headline(spec, result, answer))
+    rows = _rows(store, result)
     rate = ""
     if result.new_trials:
         rate = f" in {duration(result.elapsed_s)}, {result.new_trials / result.elapsed_s:.1f}/s"
-    words = ["flywheel", "export", "--format", "schedule", "--campaign", result.name]
     where = store_name(make_store_url(store))  # without its password
-    words += ["--store", where] if store != DEFAULT_STORE else []
+    words = _next(start, result, answer, None if store == DEFAULT_STORE else where)
     show(
         *pairs(
             [
@@ -93,12 +151,14 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
                 ("outcomes", counts(result.outcomes)),
                 ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
                 ("steered", _steered(result)),
-                *(_found(spec, best, rows) if best is not None else ()),
+                ("measured on", None if answer is None or answer.origin is best else answer.measured_on),
+                ("predicted", _beaten(best, answer)),
+                *(_found(_space(spec), best, rows) if best is not None else ()),
                 ("tied", ties((row_name(record, rows), record.latency_us) for record in result.tied)),
                 ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
                 ("store", where),
                 ("schedule", None if best is None or schedule_file in (None, STDOUT) else str(schedule_file)),
-                ("next", None if best is None else Command([*words, "--output", "best.json"])),
+                ("next", None if answer is None and best is None else Command([*words, "--output", "best.json"])),
             ]
         )
     )
@@ -124,19 +184,23 @@ def _rows(store: str, result: CampaignResult) -> list[TrialRecord]:
         return opened.trials(result.name)
 
 
-def _found(spec: CampaignSpec, best: TrialRecord, rows: Sequence[TrialRecord]) -> list[tuple[str, str | None]]:
-    where = f"{row_name(best, rows)}, config {best.config_id}, program {best.program_id}"
-    return [("best", where), ("changed", _changed(spec, best))]
-
-
-def _changed(spec: CampaignSpec, best: TrialRecord) -> str | None:
-    """How the knobs of the best config differ from those of the schedule that a search tries first."""
-    from flywheel.ir import config_from_dict
-    from flywheel.search.space import make_space
-    from flywheel.search.workload import make_workload
-
+def _space(spec: CampaignSpec) -> Space:
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
-    space = make_space(workload, spec.fix)
+    return make_space(workload, spec.fix)
+
+
+def _found(space: Space, best: TrialRecord, rows: Sequence[TrialRecord]) -> list[tuple[str, str | None]]:
+    where = f"{row_name(best, rows)}, config {best.config_id}, program {best.program_id}"
+    gains = gained(space, rows)
+    return [
+        ("best", where),
+        ("gained", None if gains is None else gains_in_words(gains)),
+        ("changed", _changed(space, best)),
+    ]
+
+
+def _changed(space: Space, best: TrialRecord) -> str | None:
+    """How the knobs of the best config differ from those of the schedule that a search tries first."""
     first, choice = space.known_good()[0], space.to_choice(config_from_dict(json.loads(best.config)))
     if choice is None:
         return None

@@ -21,6 +21,7 @@ import click
 
 from flywheel.cli.output import on_terminal, write_err, write_out
 from flywheel.errors import OutputError
+from flywheel.measure.latency import tokens_per_s
 
 HELP: Final = MappingProxyType({"help_option_names": ["-h", "--help"], "max_content_width": 100})
 """How every command shows its help."""
@@ -278,6 +279,12 @@ def amount(number: int, noun: str) -> str:
 def us(value: float | None) -> str:
     """A time in us as text."""
     return ABSENT if value is None else f"{value:,.1f} us"
+
+
+def us_a_token(value: float, batch: int) -> str:
+    """The time of a step that makes one token of each of `batch` sequences, and the tokens a second of all together:
+    `4,995.0 us a token (200 tokens/s)`."""
+    return f"{us(value)} a {'token' if batch == 1 else 'step'} ({tokens_per_s(value, batch):,.0f} tokens/s)"
 
 
 def ties(trials: Iterable[tuple[str, float | None]]) -> str | None:

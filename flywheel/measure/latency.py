@@ -11,6 +11,11 @@ L2State = Literal["clean", "flushed", "warm"]
 (flushed), or as the sample before left it (warm). Measurements use a clean cache."""
 
 
+def tokens_per_s(latency_us: float, batch: int) -> float:
+    """Tokens a second of all `batch` sequences together, where a step that makes one of each takes `latency_us`."""
+    return batch * 1e6 / latency_us
+
+
 @dataclass(frozen=True, slots=True)
 class GpuState:
     """The clocks, power and temperature of a GPU at one moment; None where unknown.

@@ -13,6 +13,7 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, compared, tied_with, trials_of
 from flywheel.plan import program_id
+from flywheel.search.gains import Gains, gained
 from flywheel.search.knobs import Choice
 from flywheel.search.sampling.importance import importances
 from flywheel.search.space import Dimension, Space, make_space
@@ -50,7 +51,7 @@ class Facts:
     """All facts that a report shows.
 
     `records` are all rows, and `trials` the rows that are not finals. `tied` are the rows that cannot be distinguished
-    from `best`. If `knobs` or `schedule` is None, `missing` says why.
+    from `best`. `gains` says what the search gained. If `knobs`, `schedule` or `gains` is None, `missing` says why.
     """
 
     campaign: Campaign
@@ -61,6 +62,7 @@ class Facts:
     knobs: Knobs | None
     schedule: Schedule | None
     missing: str | None
+    gains: Gains | None = None
 
 
 def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
@@ -69,12 +71,13 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
     A part is None, without an error, if the model is no longer available or a config now lowers to another program.
     """
     best, trials = best_of(records), tuple(trials_of(records))
-    knobs, schedule, missing = None, None, None
+    knobs, schedule, missing, gains = None, None, None, None
     try:
         workload = make_workload(
             campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
         )
-        knobs = _knobs(make_space(workload, json.loads(campaign.spec).get("fix", {})), trials, best)
+        space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
+        knobs, gains = _knobs(space, trials, best), gained(space, records)
         schedule = None if best is None else _schedule(workload, best)
     except FlywheelError as error:
         missing = str(error)
@@ -84,7 +87,8 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
             if best is None
             else f"trial {best.trial}: this version lowers its config to another program"
         )
-    return Facts(campaign, tuple(records), trials, best, tuple(tied_with(best, records)), knobs, schedule, missing)
+    tied = tuple(tied_with(best, records))
+    return Facts(campaign, tuple(records), trials, best, tied, knobs, schedule, missing, gains)
 
 
 def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name
 from flywheel.report.changes import Change, changes
@@ -15,6 +16,7 @@ from flywheel.report.history import MOST_TIMES, history, outcomes, shown
 from flywheel.report.knobs import MOST_AXES, MOST_LINES, coordinates, importance, weighty
 from flywheel.report.layer import layer, shares
 from flywheel.report.svg import STYLE, element, standalone, words
+from flywheel.search.gains import gains_in_words
 
 SHOWN: Final = 10
 """How many best trials, and how many reasons of failures, the page lists."""
@@ -83,17 +85,21 @@ def _head(facts: Facts) -> list[str]:
     if best is not None and best.objective_us is not None:
         kind = "predicted by a cost model" if best.is_predicted else f"measured on {best.gpu_name or campaign.gpu}"
         kind += f", imported from {best.imported_from}" if best.is_imported else ""
-        tiles.append(("best, " + best.kind, f"{best.objective_us:,.1f} us a token"))
+        step = "token" if campaign.batch == 1 else "step"
+        tiles.append(("best, " + best.kind, f"{best.objective_us:,.1f} us a {step}"))
+        tiles.append(("tokens a second", f"{tokens_per_s(best.objective_us, campaign.batch):,.0f}"))
         if best.floor_us is not None:
             tiles.append(("weight floor", f"{best.floor_us:,.1f} us"))
         if best.floor_fraction is not None:
             tiles.append(("of the floor", f"{best.floor_fraction:.1%}"))
     tiles.append(("trials", f"{len(facts.trials):,}"))
+    gains = None if facts.gains is None else gains_in_words(facts.gains)
     colour = "failed" if best is None else best.outcome
     return [
         element("h1", words(campaign.name)),
         element("p", words(work), " ", element("span", words(kind), class_=f"kind {colour}")),
         element("div", *(element("div", element("b", words(v)), words(n)) for n, v in tiles), class_="tiles"),
+        *([] if gains is None else [_note(f"Searching gained {gains}.")]),
         *([] if best is None or best.is_predicted else map(_note, _certainty(best, facts.tied, facts.records))),
     ]
 

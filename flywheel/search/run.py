@@ -14,6 +14,7 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.knobs import UNPREDICTED, check_kernels
+from flywheel.search.knowledge.known import Known, best_known
 from flywheel.search.knowledge.warm import WarmStart, starts_of
 from flywheel.search.opening import open_campaign, resumed
 from flywheel.search.sampling.foresight import Foresight, is_calibrated
@@ -32,7 +33,8 @@ class Start:
     """A campaign that is about to run: its settled spec and name, the number `known` of its rows so far, the size of
     its space, its environment, and the `starts` that the store or the package has for it.
 
-    `predictor` is the version of the cost model that predictions would use.
+    `predictor` is the version of the cost model that predictions would use. `best_known` is the best schedule of this
+    very work that was measured before.
     """
 
     spec: CampaignSpec
@@ -43,6 +45,7 @@ class Start:
     environment: Environment
     starts: tuple[WarmStart, ...] = ()
     predictor: str = MODEL_VERSION
+    best_known: Known | None = None
 
 
 def run_search(
@@ -90,7 +93,8 @@ def run_search(
             campaign = store.campaign(name)
             starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
             searched = sum(size > 1 for size in sizes)
-            announce(Start(spec, name, known, searched, prod(sizes), environment, starts, predictor.version))
+            before = best_known(workload, store)
+            announce(Start(spec, name, known, searched, prod(sizes), environment, starts, predictor.version, before))
             campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor, steering)
             return replace(campaign_run.run(watch, interrupted), foreseen=foresight.said)
 

@@ -19,6 +19,7 @@ class Shipped:
     """A schedule that comes with flywheel: the name of its file, and its measured latency `median_us`.
 
     `campaign` and `trial` name the row of that measurement, and `table` the table of the repository that has the row.
+    `gpu_name`, `kernels` and `created_at` say on what, with which kernels and when it was measured.
     """
 
     name: str
@@ -27,6 +28,18 @@ class Shipped:
     campaign: str
     trial: int
     table: str
+    gpu_name: str
+    kernels: str
+    created_at: str
+
+    @property
+    def stem(self) -> str:
+        """The name by which users call it: the file's, without `.json`."""
+        return self.name.removesuffix(".json")
+
+    def text(self) -> str:
+        """The file's text."""
+        return read_text(SHIPPED / self.name)
 
 
 @cache
@@ -40,6 +53,7 @@ def _read(path: Path) -> Shipped:
     schedule = schedule_from_document(document, f"schedule {path}")
     try:
         measured, origin = document["measured"], document["provenance"]
-        return Shipped(path.name, schedule, measured["median_us"], origin["campaign"], origin["trial"], origin["table"])
+        told = (origin[name] for name in ("campaign", "trial", "table", "gpu_name", "kernels", "created_at"))
+        return Shipped(path.name, schedule, measured["median_us"], *told)
     except (KeyError, TypeError):
         raise StoreError(f"schedule {path}: says neither what it took nor where it is from") from None

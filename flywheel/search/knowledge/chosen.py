@@ -102,7 +102,7 @@ def _shipped(workload: Workload) -> Chosen | None:
     if fit is None:
         return None
     found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
-    return Chosen(fit.config, f"shipped schedule {fit.shipped.name}, {found}")
+    return Chosen(fit.config, f"shipped schedule {fit.shipped.stem}, {found}")
 
 
 def _best_of(workload: Workload, url: str) -> Chosen | None:

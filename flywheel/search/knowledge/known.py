@@ -1,10 +1,39 @@
-"""The best row that a store has of a piece of work."""
+"""What was measured of a piece of work before: the best row of a store, or the schedule that comes with flywheel."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+
+from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
+from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.workload import Workload
+from flywheel.store.shipped import Shipped
 from flywheel.store.sql import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The best schedule that was measured for exactly one piece of work. `origin` is its row, or its shipped file."""
+
+    config: ScheduleConfig
+    latency_us: float
+    origin: TrialRecord | Shipped
+
+    @property
+    def words(self) -> str:
+        """Where the schedule is: `trial 7 of campaign NAME`, or `shipped schedule NAME`."""
+        match self.origin:
+            case TrialRecord(trial=trial, campaign=campaign):
+                return f"trial {trial} of campaign {campaign}"
+            case Shipped(stem=stem):
+                return f"shipped schedule {stem}"
+
+    @property
+    def measured_on(self) -> str:
+        """The GPU that measured it, and the day: `NVIDIA H100 80GB HBM3, 2026-11-26`."""
+        return f"{self.origin.gpu_name or 'a GPU that the row does not name'}, {self.origin.created_at[:10]}"
 
 
 def best_of_work(
@@ -15,3 +44,14 @@ def best_of_work(
         measured=measured, campaign=campaign, model=workload.model, gpu=workload.gpu, dtype=workload.dtype,
         context=workload.context, batch=workload.batch, weights=workload.stored, predictor=predictor,
     )  # fmt: skip
+
+
+def best_known(workload: Workload, store: Store | None) -> Known | None:
+    """The store's best measured schedule of the workload, else the shipped one of exactly this workload; None where
+    nothing was measured. Raises StoreError."""
+    row = None if store is None else best_of_work(store, workload, measured=True)
+    if row is not None:
+        assert row.latency_us is not None
+        return Known(config_from_dict(json.loads(row.config)), row.latency_us, row)
+    fit = find_shipped(workload)
+    return Known(fit.config, fit.shipped.median_us, fit.shipped) if fit is not None and fit.exact else None

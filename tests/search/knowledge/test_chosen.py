@@ -18,7 +18,7 @@ def test_the_shipped_schedule_of_a_work_is_taken() -> None:
     fit, chosen = find_shipped(WORK), choose_schedule(WORK)
     assert fit is not None
     assert chosen.config == fit.config
-    assert chosen.words.startswith("shipped schedule qwen3-0.6b-h200-bf16-c512-b1.json, measured 671.2 us")
+    assert chosen.words.startswith("shipped schedule qwen3-0.6b-h200-bf16-c512-b1, measured 671.2 us")
 
 
 def test_a_shipped_schedule_that_does_not_fit_gives_way_to_what_a_search_tries_first(
@@ -45,5 +45,5 @@ def test_the_stores_best_goes_first_and_gives_way_where_it_does_not_fit(monkeypa
     best = Chosen(misfit, "trial 3 of campaign mine, measured 700.0 us")
     chosen = choose_schedule(WORK, "trials.db")
     assert chosen.config == fit.config
-    assert chosen.words.startswith("shipped schedule qwen3-0.6b-h200-bf16-c512-b1.json, measured 671.2 us")
+    assert chosen.words.startswith("shipped schedule qwen3-0.6b-h200-bf16-c512-b1, measured 671.2 us")
     assert "; the trial 3 of campaign mine does not fit: " in chosen.words

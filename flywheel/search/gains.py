@@ -1,0 +1,86 @@
+"""What a search gained: its best schedule beside those that were known before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import best_of, ranked, tied_with
+from flywheel.search.space import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """What a campaign gained. `start` is the row of the schedule that any search of this work tries first, and `seed`
+    the fastest row of the schedules that were known before, `start` among them; None where the campaign did not try
+    one. All rows have a latency of the kind of `best`.
+
+    `sure` says whether a final could tell `best` from `seed`; None where no final compared anything.
+    """
+
+    start: TrialRecord | None
+    seed: TrialRecord | None
+    best: TrialRecord
+    sure: bool | None
+
+
+def gained(space: Space, records: Sequence[TrialRecord]) -> Gains | None:
+    """What a campaign in that space gained by its rows, which are ordered by number; None where none has a latency."""
+    best = best_of(records)
+    if best is None:
+        return None
+    seeds = {record.config_id for record in records if record.source == "seed"}
+    first = space.to_config(space.known_good()[0]).config_id
+    rows = {record.config_id: record for record in ranked(records) if record.kind == best.kind}
+    known = [record for identity, record in rows.items() if identity in seeds | {first}]
+    seed = min(known, key=_latency, default=None)
+    sure = None
+    if best.source == "final" and seed is not None:
+        equal = {record.program_id for record in (best, *tied_with(best, records))}
+        sure = seed.program_id not in equal
+    return Gains(rows.get(first), seed, best, sure)
+
+
+def faster(best: TrialRecord, than: TrialRecord) -> float:
+    """How much faster a row is than another one: 0.1 if it makes a tenth more tokens in the same time."""
+    return _latency(than) / _latency(best) - 1.0
+
+
+def gains_in_words(gains: Gains) -> str | None:
+    """What was gained, for people; None where the campaign tried no schedule that was known before."""
+    seed, start, best = gains.seed, gains.start, gains.best
+    if seed is None:
+        return None
+    if seed.config_id == best.config_id:
+        said = "nothing over the best schedule that was known"
+    else:
+        noise = {None: "", True: ", beyond the noise", False: ", within the noise"}[gains.sure]
+        said = f"{_over(best, seed, 'the best schedule that was known')}{noise}"
+    if start is None or start.config_id == seed.config_id:
+        return said
+    return f"{said}; {_over(best, start, 'the one that a search tries first')}"
+
+
+def _over(best: TrialRecord, other: TrialRecord, what: str) -> str:
+    return f"{faster(best, other) * 100:.1f} % over {what} ({_latency(other):,.1f} us)"
+
+
+def gains_document(gains: Gains | None) -> dict[str, float | bool | None] | None:
+    """The same, JSON-ready: latencies in us, and how much faster the best is as a fraction."""
+    if gains is None:
+        return None
+    start, seed, best = gains.start, gains.seed, gains.best
+    return {
+        "start_us": None if start is None else _latency(start),
+        "seed_us": None if seed is None else _latency(seed),
+        "best_us": _latency(best),
+        "over_start": None if start is None else faster(best, start),
+        "over_seed": None if seed is None else faster(best, seed),
+        "sure": gains.sure,
+    }
+
+
+def _latency(record: TrialRecord) -> float:
+    assert record.objective_us is not None  # rows without one are left out
+    return record.objective_us

@@ -1,0 +1,103 @@
+"""The answer of a search is the best that is known: a measurement goes before a prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flywheel.cli.main import cli
+from flywheel.ir import program_from_json
+from flywheel.measure.record import TrialRecord
+from flywheel.plan import program_id
+from flywheel.store.schedule import load_schedule
+from flywheel.store.shipped import SHIPPED
+from flywheel.store.sql import open_store
+
+Run = Callable[..., Result]
+SHIPPED_NAME = "llama3.2-1b-h100-bf16-c512-b1"
+WORK = ("--model", "llama3.2-1b", "--gpu", "h100")
+SEARCH = ("search", *WORK, "--measure", "predict", "--jobs", "1", "--trials", "3", "--name", "guess")
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a predicted campaign of a work whose schedule is shipped; tests read it only."""
+    store = tmp_path_factory.mktemp("predicted") / "trials.db"
+    assert CliRunner().invoke(cli, [*SEARCH, "--store", str(store)]).exit_code == 0
+    return store
+
+
+def shipped() -> bytes:
+    return (SHIPPED / f"{SHIPPED_NAME}.json").read_bytes()
+
+
+def test_a_predicted_search_answers_with_the_measured_schedule(run: Run) -> None:
+    result = run(*SEARCH, "--output", "best.json")
+    first, *lines = result.stdout.splitlines()
+    assert first.startswith("llama3.2-1b on h100, bf16, context 512: measured ")
+    assert first.endswith(f"by shipped schedule {SHIPPED_NAME}")
+    assert ["next", "flywheel", "schedules", SHIPPED_NAME, "--output", "best.json"] in [line.split() for line in lines]
+    assert any(line.strip().startswith("predicted") and "does not replace" in line for line in lines)
+    assert result.stderr.splitlines()[1].startswith("Known: ")
+    assert Path("best.json").read_bytes() == shipped()
+
+
+def test_the_document_has_the_answer_beside_the_best_prediction(run: Run) -> None:
+    document = json.loads(run(*SEARCH, "--json").stdout)
+    assert document["answer"]["shipped"] == SHIPPED_NAME
+    assert document["answer"]["latency_us"] == load_schedule_us()
+    assert document["best"]["latency_us"] is None
+    events = [json.loads(line) for line in run(*SEARCH, "--jsonl").stdout.splitlines()]
+    assert events[0]["best_known"] == document["answer"] == events[-1]["answer"]
+
+
+def load_schedule_us() -> float:
+    measured: float = json.loads(shipped())["measured"]["median_us"]
+    return measured
+
+
+def test_a_prediction_is_exported_only_if_asked_for(run: Run, predicted: Path) -> None:
+    at = ("--store", str(predicted))
+    usual = run("export", "--format", "schedule", *at)
+    assert usual.stdout.encode() == shipped()
+    assert "goes before the prediction of guess" in usual.stderr
+    assert run("export", "--format", "schedule", "--campaign", "guess", *at).stdout.encode() == shipped()
+    asked = json.loads(run("export", "--format", "schedule", "--predicted", *at).stdout)
+    assert (asked["measured"], asked["provenance"]["campaign"]) == (None, "guess")
+    program = run("export", "--format", "program", *at).stdout
+    assert program_id(program_from_json(program)) == load_schedule(SHIPPED / f"{SHIPPED_NAME}.json").program_id
+
+
+def test_a_measured_row_of_the_store_goes_before_the_shipped_one(run: Run, predicted: Path) -> None:
+    with open_store(predicted) as source, open_store("mine.db") as store:
+        row, campaign = source.trials("guess")[0], source.campaign("guess")
+        assert campaign is not None
+        store.create_campaign(replace(campaign, name="mine", measure="cuda"))
+        store.append(measured(row))
+    result = run(*SEARCH, "--store", "mine.db")
+    assert "by trial 0 of campaign mine" in result.stdout.splitlines()[0]
+    assert "--campaign mine" in result.stdout
+    found = json.loads(run("export", "--format", "schedule", "--campaign", "guess", "--store", "mine.db").stdout)
+    assert (found["provenance"]["campaign"], found["measured"]["median_us"]) == ("mine", 900.0)
+
+
+def measured(row: TrialRecord) -> TrialRecord:
+    """A predicted row as another campaign's measured one."""
+    return replace(
+        row, campaign="mine", outcome="measured", predicted_us=None, predictor=None, latency_us=900.0, p10_us=890.0,
+        p90_us=910.0, samples=10, floor_fraction=None, gpu_name="a card",
+    )  # fmt: skip
+
+
+def test_a_search_says_what_it_gained_over_what_was_known(run: Run) -> None:
+    document = json.loads(run("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1",
+                              "--trials", "12", "--json").stdout)  # fmt: skip
+    gained, best = document["gained"], document["best"]
+    assert gained["best_us"] == best["predicted_us"] <= gained["seed_us"] <= gained["start_us"]
+    assert gained["over_seed"] == pytest.approx(gained["seed_us"] / gained["best_us"] - 1)
+    assert gained["sure"] is None
