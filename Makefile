@@ -3,7 +3,7 @@ PYTHON = python3
 # The branch of the NVIDIA driver that is here; empty without one.
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | grep -o '^[0-9]*')
 ifeq ($(DRIVER),)
-  ARGS = --model llama3-8b --gpu h100
+  ARGS = --model mistral-7b --gpu h200
   BASE = .venv/.base
   WANTED = --constraint constraints.txt --editable .
 else

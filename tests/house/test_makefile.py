@@ -25,7 +25,7 @@ def planned(root: Path, tmp_path: Path, driver: str | None) -> str:
 def test_without_a_gpu_a_search_installs_the_base_and_predicts_for_an_h100(root: Path, tmp_path: Path) -> None:
     plan = planned(root, tmp_path, None)
     assert "--constraint constraints.txt --editable . >&2" in plan
-    assert "flywheel search --model llama3-8b --gpu h100\n" in plan
+    assert "flywheel search --model mistral-7b --gpu h200\n" in plan
 
 
 @pytest.mark.parametrize(
