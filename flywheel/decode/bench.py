@@ -119,8 +119,10 @@ class CudaBench:
             self._drop_rivals()
             self._rival_programs = []
             for rival in map(_packed, rivals):
-                session = self._model.load_packed(rival)
-                self._kept.append((session, self._judge.examine(session)))
+                with ExitStack() as undo:
+                    session = undo.enter_context(self._model.load_packed(rival))
+                    self._kept.append((session, self._judge.examine(session)))
+                    undo.pop_all()
                 self._rival_programs.append(rival.program)
             self._rivals = rivals
         with self._model.load_packed(packed) as session:

@@ -92,12 +92,12 @@ class CudaModel:
         self._homes: Final = [ModelOnGpu(each, dtype) for each in (gpu, *peers)]
         devices = [home.device for home in self._homes]
         self.weights: Final = moved(weights, devices[0], dtype)
+        self.prefill: Final = Prefill(spec, self.weights)
         self.caches: Final[KvCaches | SharedCaches] = (
             SharedCaches(spec, dtype, context, devices, batch, _granules_of(granules, peers))
             if peers
             else KvCaches(spec, dtype, context, devices[0], batch, granules, lanes)
         )
-        self.prefill: Final = Prefill(spec, self.weights)
         self.finish_torch()
 
     def __enter__(self) -> Self:
@@ -225,7 +225,10 @@ class CudaSession:
         self._apart: LoadedProgram | None = None
         self._places: dict[LoadedProgram, Mapping[str, Place]] = {}
         self._limit_s = limit_s
-        self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=self.caches.device)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=self.caches.device)
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -393,6 +396,4 @@ def time_sessions(
         session._prepare(token_id, position)
     loaded = [session.loaded for session in sessions]
     limit_s = sessions[0]._limit_s
-    return time_in_turn(
-        loaded, position, samples=samples, warmup=warmup, limit_s=limit_s, dismissing=dismissing
-    )
+    return time_in_turn(loaded, position, samples=samples, warmup=warmup, limit_s=limit_s, dismissing=dismissing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Final
 
 import torch
@@ -42,10 +43,14 @@ class SharedCaches:
         self.device: Final = devices[0]
         self._heads = [kv_heads_of(spec, rank, ranks) for rank in range(ranks)]
         own = local_spec(spec, ranks)
-        self._parts = [
-            KvCaches(own, dtype, context, device, batch, granules[rank] if granules else None)
-            for rank, device in enumerate(devices)
-        ]
+        self._parts: list[KvCaches] = []
+        with ExitStack() as undo:
+            undo.callback(self.close)  # the memory of the devices before one that has too little
+            for rank, device in enumerate(devices):
+                self._parts.append(
+                    KvCaches(own, dtype, context, device, batch, granules[rank] if granules else None)
+                )
+            undo.pop_all()
 
     @property
     def held_bytes(self) -> int:

@@ -39,7 +39,8 @@ class Flush:
         self._others: list[Flush] = []
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._others += [Flush(peer) for peer in peers]
+            for peer in peers:
+                self._others.append(Flush(peer))
             undo.pop_all()
 
     def __call__(self) -> None:

@@ -108,9 +108,13 @@ def _end(stack: ExitStack, gpu: Gpu, unit: CompiledUnit) -> _End:
 
 
 def _alloc(stack: ExitStack, gpu: Gpu, nbytes: int) -> int:
+    return _memory(stack, gpu, nbytes).address
+
+
+def _memory(stack: ExitStack, gpu: Gpu, nbytes: int) -> driver.Memory:
     memory = gpu.alloc(nbytes)
     stack.callback(gpu.free, memory)
-    return memory.address
+    return memory
 
 
 def _one_way_us(ends: Sequence[_End], rounds: int, most_polls: int) -> float:
@@ -120,9 +124,7 @@ def _one_way_us(ends: Sequence[_End], rounds: int, most_polls: int) -> float:
     """
     gpu = ends[0].gpu
     with ExitStack() as stack:
-        ticks, told = gpu.alloc(4 * rounds), gpu.alloc(8 * _TOLD)
-        stack.callback(gpu.free, ticks)
-        stack.callback(gpu.free, told)
+        ticks, told = (_memory(stack, gpu, nbytes) for nbytes in (4 * rounds, 8 * _TOLD))
         times = []
         for _ in range(1 + _SAMPLES):
             _rally(ends, (c_int(rounds), c_int(most_polls)), (ticks.address, told.address))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from ctypes import c_int, c_longlong
 from dataclasses import dataclass
 from statistics import median
@@ -48,9 +49,11 @@ def probe(gpu: Gpu) -> Probed:
 
 def _read_times(gpu: Gpu, kernels: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
     """(kernel and its shape, bytes read, us) of each kernel that reads."""
-    data = gpu.alloc(min(_READ_BYTES, gpu.free_bytes() // 2))
-    sink = gpu.alloc(4)
-    try:
+    with ExitStack() as held:
+        data = gpu.alloc(min(_READ_BYTES, gpu.free_bytes() // 2))
+        held.callback(gpu.free, data)
+        sink = gpu.alloc(4)
+        held.callback(gpu.free, sink)
         gpu.fill(data, 1)
         blocks = 2 * gpu.num_sms
         stride = blocks * _LOAD_THREADS * _LOAD_UNROLL
@@ -70,9 +73,6 @@ def _read_times(gpu: Gpu, kernels: dict[str, Any]) -> Iterator[tuple[str, int, f
                 chunks * chunk_bytes,
                 _time_us(gpu, _ring_launch(gpu, kernels["read_ring"], ring, slots * chunk_bytes)),
             )
-    finally:
-        gpu.free(data)
-        gpu.free(sink)
 
 
 def _ring_launch(gpu: Gpu, kernel: Any, args: tuple[Any, ...], smem_bytes: int) -> Callable[[], None]:

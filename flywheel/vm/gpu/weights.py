@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Self
@@ -80,18 +80,16 @@ class ResidentWeights:
             return self._addresses[name, layout]
         array = None if isinstance(source, int) else stored(source, dtype, tuple(shape), name)
         if layout is Layout.FRAGMENTS:
-            address = self._put_fragments(name, source if array is None else array, shape, dtype)
-        else:
-            memory = self._take(dtype.nbytes(prod(shape)))
-            address = memory.address
+            self._put_fragments(name, source if array is None else array, shape, dtype)
+            return self._addresses[name, layout]
+        with self._new(name, layout, dtype.nbytes(prod(shape))) as memory:
             if array is None:
                 assert isinstance(source, int)
-                self._gpu.copy(address, source, memory.nbytes)
+                self._gpu.copy(memory.address, source, memory.nbytes)
                 self._gpu.sync()
             else:
                 self._gpu.upload(memory, array)
-        self._addresses[name, layout] = address
-        return address
+        return memory.address
 
     def put_units(self, name: str, coded: Coded, parts: Sequence[tuple[int | npt.NDArray[Any], Buffer]]) -> int:
         """Put a quantised matrix, its scales and its zero points, if any, as Layout.UNITS; return the device address.
@@ -101,8 +99,8 @@ class ResidentWeights:
         key = name, Layout.UNITS
         if key not in self._addresses:
             matrix, scales = parts[0][1], parts[1][1]
-            packed = self._take(coded_bytes(coded.coding, tuple(matrix.shape)))
-            with ExitStack() as held:
+            nbytes = coded_bytes(coded.coding, tuple(matrix.shape))
+            with self._new(*key, nbytes) as packed, ExitStack() as held:
                 sources = [self._on_gpu(source, buffer, held) for source, buffer in parts]
                 numbers = (
                     prod(matrix.shape[:-1]), matrix.shape[-1], coded.group, coded.rows_per_scale, int(scales.dtype),
@@ -110,25 +108,25 @@ class ResidentWeights:
                 )  # fmt: skip
                 addresses = (*sources, *[0] * (3 - len(sources)), packed.address)
                 self._run("pack_codes", (*addresses, *map(ctypes.c_int32, numbers)))
-            self._addresses[key] = packed.address
         return self._addresses[key]
 
     def put_row_scales(self, name: str, source: int | npt.NDArray[Any], buffer: Buffer, rows: int, shared: int) -> int:
         """Put scales as Layout.ROW_SCALES; return their device address. Each holds for `shared` of `rows` rows."""
         key = name, Layout.ROW_SCALES
         if key not in self._addresses:
-            expanded = self._take(DType.F32.nbytes(rows))
-            with ExitStack() as held:
+            with self._new(*key, DType.F32.nbytes(rows)) as expanded, ExitStack() as held:
                 numbers = map(ctypes.c_int32, (rows, shared, int(buffer.dtype)))
                 self._run("expand_scales", (self._on_gpu(source, buffer, held), expanded.address, *numbers))
-            self._addresses[key] = expanded.address
         return self._addresses[key]
 
     def _on_gpu(self, source: int | npt.NDArray[Any], buffer: Buffer, held: ExitStack) -> int:
         """The device address of a source. A copy made for it lives as long as `held`."""
         if isinstance(source, int):
             return source
-        array = stored(source, buffer.dtype, tuple(buffer.shape), buffer.name)
+        return self._staged(stored(source, buffer.dtype, tuple(buffer.shape), buffer.name), held)
+
+    def _staged(self, array: npt.NDArray[Any], held: ExitStack) -> int:
+        """The device address of a copy that lives as long as `held`."""
         memory = self._gpu.alloc(array.nbytes)
         held.callback(self._gpu.free, memory)
         self._gpu.upload(memory, array)
@@ -140,24 +138,13 @@ class ResidentWeights:
             raise WeightsError(f"weight {name}: not on the GPU as {layout.name}")
         return self._addresses[name, layout]
 
-    def _put_fragments(self, name: str, source: int | npt.NDArray[Any], shape: Sequence[int], dtype: DType) -> int:
+    def _put_fragments(self, name: str, source: int | npt.NDArray[Any], shape: Sequence[int], dtype: DType) -> None:
         if dtype is not self._dtype:
             raise WeightsError(f"weight {name}: {dtype.name} cannot be multiplied in programs of {self._dtype.name}")
-        packed = self._take(fragments_bytes(shape, dtype))
-        if isinstance(source, int):
-            self._run_pack(source, packed, shape)
-            return packed.address
-        rows = self._gpu.alloc(source.nbytes)
-        try:
-            self._gpu.upload(rows, source)
-            self._run_pack(rows.address, packed, shape)
-        finally:
-            self._gpu.free(rows)
-        return packed.address
-
-    def _run_pack(self, source: int, packed: Memory, shape: Sequence[int]) -> None:
-        rows, width = prod(shape[:-1]), shape[-1]
-        self._run("pack_matrix", (source, packed.address, ctypes.c_int32(rows), ctypes.c_int32(width)))
+        numbers = ctypes.c_int32(prod(shape[:-1])), ctypes.c_int32(shape[-1])
+        with self._new(name, Layout.FRAGMENTS, fragments_bytes(shape, dtype)) as packed, ExitStack() as held:
+            address = source if isinstance(source, int) else self._staged(source, held)
+            self._run("pack_matrix", (address, packed.address, *numbers))
 
     def _run(self, name: str, args: tuple[Any, ...]) -> None:
         if not self._kernels:
@@ -168,7 +155,14 @@ class ResidentWeights:
         self._gpu.launch(self._kernels[name], _PACK_BLOCKS_PER_SM * self._gpu.num_sms, self._threads, args)
         self._gpu.sync()  # from now on the source's owner may free it
 
-    def _take(self, nbytes: int) -> Memory:
+    @contextmanager
+    def _new(self, name: str, layout: Layout, nbytes: int) -> Iterator[Memory]:
+        """Memory for a weight that the block fills. If the block fails, the memory is free again and the weight is not
+        there, so that a retry takes no more than the first try."""
         memory = self._gpu.alloc(nbytes)
+        with ExitStack() as undo:
+            undo.callback(self._gpu.free, memory)
+            yield memory
+            undo.pop_all()
         self._owned.append(memory)
-        return memory
+        self._addresses[name, layout] = memory.address
