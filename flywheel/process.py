@@ -15,14 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, wraps
-from multiprocessing import forkserver
+from math import ceil
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.errors import TooLargeError
+from flywheel.lifetime import set_death_signal
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from threadpoolctl import ThreadpoolController
 
 _SAFE_PATH: Final = "PYTHONSAFEPATH"
@@ -201,6 +204,19 @@ def limit_memory(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def limit_work(seconds: int) -> None:
+    """Let the kernel kill this process once it has computed for so many more seconds, on all of its threads together.
+
+    A later call sets the limit anew. Whole seconds, rounded up.
+    """
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    until = ceil(used.ru_utime + used.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (until if most == resource.RLIM_INFINITY else min(until, most), most))
+
+
 def usable_cores() -> int:
     """The number of cores that this process may keep busy, by its affinity and its control group's time."""
     able = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -279,16 +295,6 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def start_fork_server(modules: Sequence[str]) -> None:
-    """Start the process of multiprocessing's "forkserver", which imports `modules` and then forks others.
-
-    Returns at once, and does nothing where the process exists already, with whatever modules.
-    """
-    multiprocessing.set_forkserver_preload(list(modules))
-    with sheltered():
-        forkserver.ensure_running()
-
-
 @contextmanager
 def sheltered() -> Iterator[None]:
     """Shelter Python processes that start within the block.
@@ -323,9 +329,16 @@ def enter_child() -> None:
     """Prepare a spawned process. Call this first.
 
     Its parent handles Ctrl-C. The process ends with its parent, whose stdout is the result, and does not write to it.
+    The kernel kills it with the process that forked it, and a thread ends it with the one that asked for it, which is
+    another one if there is a fork server. That server ends with the one that asked, too.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    set_death_signal()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        if not parent.is_alive():  # it ended before the kernel knew
+            os._exit(1)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     leave_stdout()
 
 
@@ -334,9 +347,7 @@ def leave_stdout() -> None:
     os.dup2(2, 1)
 
 
-def _die_with_parent() -> None:
-    """End this process when its parent is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _end_with(parent: BaseProcess) -> None:
+    """End this process when its parent has ended."""
+    parent.join()
+    os._exit(1)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from flywheel.children import start_program
 from flywheel.cli.text import note
 from flywheel.errors import UsageError
 
@@ -74,16 +75,17 @@ def _transformers(asked: Asked) -> list[dict[str, Any]]:
         "folder": str(asked.folder), "dtype": asked.dtype, "device": asked.device, "clients": list(asked.clients),
         "prompts": list(asked.prompts), "max_tokens": asked.max_tokens,
     }  # fmt: skip
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "flywheel.serve.static_generate"], input=json.dumps(document) + "\n",
-            capture_output=True, text=True, timeout=_LIMIT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"not done after {_LIMIT_S:g} s") from None
-    if done.returncode:
-        raise UsageError(f"failed: {_last(done.stderr)}")
-    loads: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    words, pipe = [sys.executable, "-m", "flywheel.serve.static_generate"], subprocess.PIPE
+    with start_program(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            answer, complaint = process.communicate(json.dumps(document) + "\n", timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"not done after {_LIMIT_S:g} s") from None
+        finally:
+            process.kill()
+    if process.returncode:
+        raise UsageError(f"failed: {_last(complaint)}")
+    loads: list[dict[str, Any]] = json.loads(answer.splitlines()[-1])
     return loads
 
 
@@ -103,9 +105,7 @@ def _vllm(asked: Asked) -> list[dict[str, Any]]:
     from flywheel.serve.load import put_load
 
     port = _free_port()
-    process = subprocess.Popen(
-        vllm_command(asked, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
-    )
+    process = start_program(vllm_command(asked, port))
     try:
         server = _served(process, f"http://127.0.0.1:{port}")
         first = put_load(server, asked.prompts[:1], 1, 2)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
+from flywheel.children import start_program
 from flywheel.cli.bench_engines import ENGINES, NONE, Asked, end, rows_of, time_engines
 from flywheel.cli.text import note, show_document
 from flywheel.errors import UsageError
@@ -148,10 +149,9 @@ def _served(where: str, options: Mapping[str, object]) -> Iterator[Server]:
         yield find_server(where)
         return
     words = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flywheel", "serve", "--port", "0", *words], stderr=subprocess.PIPE, text=True,
-        process_group=0,
-    )  # fmt: skip
+    process = start_program(
+        [sys.executable, "-m", "flywheel", "serve", "--port", "0", *words], stderr=subprocess.PIPE, text=True
+    )
     ending = threading.Event()
     hearing = threading.Thread(target=_hear, args=(process, ending), daemon=True)
     try:

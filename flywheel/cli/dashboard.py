@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 import click
 
+from flywheel.children import start_program
 from flywheel.cli.drain import Drain
 from flywheel.cli.mlflow import children_option, make_follower, place, tracking_option
 from flywheel.cli.options import command, json_option, store_option
@@ -82,10 +83,7 @@ def serve(uri: str, port: int, stop: Callable[[], bool]) -> Iterator[tuple[str, 
     # the environment, since everybody on the machine can read arguments.
     settings = {"MLFLOW_BACKEND_STORE_URI": _absolute(uri), "MLFLOW_DISABLE_TELEMETRY": "true",
                 "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # fmt: skip
-    server = subprocess.Popen(
-        words, cwd="/", env=child_environment(**settings), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    server = start_program(words, cwd="/", env=child_environment(**settings))
     try:
         address = f"http://{HOST}:{port}"
         _await(address, lambda: server.poll() is None and not stop())

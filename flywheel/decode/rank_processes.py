@@ -16,8 +16,9 @@ from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch.distributed import TCPStore, destroy_process_group, init_process_group  # type: ignore[attr-defined]
 
+from flywheel.children import start_child
 from flywheel.errors import FlywheelError, GpuMemoryError, NoGpuError, WorkerDiedError
-from flywheel.process import enter_child, set_environment, sheltered
+from flywheel.process import enter_child, set_environment
 from flywheel.vm.client import death_of
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
@@ -96,8 +97,7 @@ def _start(what: str, work: Callable[..., Any], rank: int, *arguments: Any) -> d
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, what, work, rank, *arguments), name=f"flywheel-rank-{rank}")
-    with sheltered():
-        process.start()
+    start_child(process.start)
     theirs.close()  # else reading would not end when the process dies
     return {ours: process}
 

@@ -15,8 +15,8 @@ from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 from typing import Final
 
+from flywheel.children import start_child
 from flywheel.errors import FlywheelError, UsageError
-from flywheel.process import sheltered
 from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder, Part, Refused, work
 
 _EXIT_S: Final = 5.0
@@ -124,8 +124,7 @@ class Engine:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, self._make), daemon=True)
-        with sheltered():
-            process.start()
+        start_child(process.start)
         theirs.close()
         with self._lock:
             self._process = process

@@ -13,10 +13,10 @@ from multiprocessing.context import SpawnProcess
 from types import TracebackType
 from typing import Final, Self
 
+from flywheel.children import start_child
 from flywheel.errors import FlywheelError, WorkerDiedError
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
-from flywheel.process import sheltered
 from flywheel.vm.worker import Answer, MakeBench, Question, Ready, Unable, Work, serve
 
 _EXIT_S: Final = 5.0
@@ -140,8 +140,7 @@ class Client:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, self._make_bench), name="flywheel-gpu", daemon=True)
-        with sheltered():
-            process.start()
+        start_child(process.start)
         theirs.close()  # else a read here would not end with the worker's death
         self._process, self._connection = process, ours
 

@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
+from flywheel.children import start_child
 from flywheel.cost_model import Machine
 from flywheel.cost_model.calibrate import Price, Sample, price_here
 from flywheel.errors import WorkerDiedError
-from flywheel.process import enter_child, sheltered
+from flywheel.process import enter_child
 
 
 @contextmanager
@@ -30,8 +31,7 @@ def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], Price]]:
         for number in range(jobs):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, samples[number::jobs]), daemon=True)
-            with sheltered():
-                process.start()
+            start_child(process.start)
             theirs.close()
             workers.append((process, ours))
             shares.append(ours)

@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Final
 
+from flywheel.children import start_child, start_fork_server
 from flywheel.errors import WorkerDiedError
-from flywheel.process import enter_child, set_environment, sheltered, start_fork_server, usable_cores
+from flywheel.process import enter_child, set_environment, usable_cores
 
 _NURSERY: Final = ("flywheel.search.trials.nursery",)
 
@@ -47,8 +48,7 @@ def fork(
     theirs = [their for _, their in pairs]
     process = context.Process(target=_begin, args=(dict(os.environ), serve, theirs, arguments), name="flywheel-fork")
     try:
-        with sheltered():
-            process.start()
+        start_child(process.start)
     except (EOFError, OSError) as error:
         raise WorkerDiedError(f"{name}: no process starts: {str(error) or type(error).__name__}") from error
     finally:

@@ -6,6 +6,7 @@ the server then start with both. This is the one exception to the rule that an i
 
 from __future__ import annotations
 
+from flywheel.lifetime import set_death_signal
 from flywheel.process import importing, keep_objects, leave_stdout
 
 
@@ -24,6 +25,7 @@ def _warm_up() -> None:
     predict_outcome(program, STOCK)
 
 
+set_death_signal()
 leave_stdout()
 with importing():
     _warm_up()
