@@ -88,11 +88,15 @@ def blocks(chance: np.random.Generator, rows: int, width: int) -> Matrix:
     return tensors, codes.double().numpy() * spread.astype(np.float64)
 
 
-def static(chance: np.random.Generator, rows: int, width: int) -> Matrix:
-    """weight = code * weight_scale of the tensor; input_scale is of activations."""
+def static(
+    chance: np.random.Generator, rows: int, width: int, name: str = "weight_scale", shape: tuple[int, ...] = (),
+    activations: str | None = "input_scale",
+) -> Matrix:
+    """weight = code * scale of the tensor; `activations` names the scale of activations."""
     codes = torch.from_numpy(chance.normal(0, 50, (rows, width))).to(torch.float8_e4m3fn)
     scale = torch.tensor(0.00123, dtype=torch.float32)
-    tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(1.5)}
+    tensors = {"weight": codes, name: scale.reshape(shape)}
+    tensors |= {} if activations is None else {activations: torch.tensor(1.5)}
     return tensors, codes.double().numpy() * scale.item()
 
 
@@ -129,6 +133,18 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., Matrix], str]] = {
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, blocks, "fp8-block",
     ),
     "fp8 of tensors": ({"quant_method": "fp8", "activation_scheme": "static"}, static, "fp8-tensor"),
+    "fp8 of tensors, dynamic": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
+        lambda *size: static(*size, shape=(1, 1), activations=None), "fp8-tensor",
+    ),
+    "fp8 of transformers": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        lambda *size: static(*size, name="weight_scale_inv", activations="activation_scale"), "fp8-tensor",
+    ),
+    "fp8 of transformers, dynamic": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
+        lambda *size: static(*size, name="weight_scale_inv", shape=(1,), activations=None), "fp8-tensor",
+    ),
     "int8 with zeros": (INT8, asymmetric, "int8-zeros"),
 }  # fmt: skip
 

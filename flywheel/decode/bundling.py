@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flywheel.decode.interface import read_interface
-from flywheel.decode.stored import Stored, open_stored, sample_of, tensor_digest
+from flywheel.decode.stored import Stored, is_stored, open_stored, sample_of, tensor_digest
 from flywheel.decode.unpacked import LAYOUTS, elements, part_of, stored_name
 from flywheel.errors import InvalidProgramError, UsageError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
 from flywheel.ir.lanes import lanes_of
 from flywheel.models.hf import load_scheme
-from flywheel.models.spec import DecoderSpec
+from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec
 from flywheel.plan import program_id
 from flywheel.version import VERSION
 from flywheel.vm.bundle.writing import bundle_files
@@ -69,6 +69,7 @@ def make_bundle(
         name: name if layout is None else stored_name(name, layout)
         for name in dict.fromkeys(buffer.source or buffer.name for buffer in weights)
     }
+    names |= _tied(spec, folder, names)
     tensors = open_stored(folder, dict.fromkeys(names.values()))
     _check_parts(weights, tensors, names, layout)
     about = {
@@ -86,6 +87,13 @@ def make_bundle(
     return bundle_files(packed, kernel, nvrtc_version(), about, others, names)
 
 
+def _tied(spec: DecoderSpec, folder: Path, names: Mapping[str, str]) -> dict[str, str]:
+    """The head's name in the files for a tied embedding, where they hold no embedding."""
+    head, embedding = (MODEL_WEIGHT_KEYS[role] for role in ("lm_head", "embed"))
+    tied = spec.tied_head and embedding in names and not is_stored(folder, embedding) and is_stored(folder, head)
+    return {embedding: head} if tied else {}
+
+
 def _layout_of(program: MegakernelProgram, folder: Path) -> str | None:
     """The layout of the checkpoint's quantised matrices; None if it has none. Raises UsageError."""
     scheme = load_scheme(folder)
@@ -97,6 +105,7 @@ def _layout_of(program: MegakernelProgram, folder: Path) -> str | None:
         )
     if scheme is None or not quantised:
         return None
+    scheme = scheme.of_files(lambda name: is_stored(folder, name))
     if scheme.layout not in LAYOUTS:
         raise UsageError(
             f"bundle: the checkpoint {str(folder)!r} is quantised in the layout {scheme.layout}; bundles are of "

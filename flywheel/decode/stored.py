@@ -73,6 +73,15 @@ def open_stored(folder: Path, names: Collection[str]) -> dict[str, Stored]:
     return {name: found[name] for name in names}
 
 
+def is_stored(folder: Path, name: str) -> bool:
+    """Whether a checkpoint's directory has a tensor of that name that can be read."""
+    try:
+        open_stored(folder, [name])
+    except WeightsError:
+        return False
+    return True
+
+
 def tensor_digest(stored: Stored) -> str:
     """SHA-256 of a tensor's bytes."""
     return hashlib.sha256(stored.data.data).hexdigest()

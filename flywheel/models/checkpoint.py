@@ -6,7 +6,7 @@ that names the tensor and the file. Source: huggingface/safetensors, `README.md`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
@@ -25,8 +25,13 @@ _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 64 * 1024**2
 _DTYPES: Final = tuple(dtype.name for dtype in COMPUTE_DTYPES)
-# What old releases of transformers saved, and recompute from the config.
-_RECOMPUTED: Final = (".rotary_emb.inv_freq",)
+_RECOMPUTED: Final = (
+    "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias", ".position_ids",
+)  # fmt: skip
+"""Ends of names of buffers that old releases of transformers saved. It computes them from the config, whatever a file
+holds."""
+
+_BIAS: Final = ".bias"
 _OF_CACHES: Final = (
     ".output_scale", ".output_zero_point", ".kv_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
     ".k_zero_point", ".v_zero_point", ".k_cache_scale", ".v_cache_scale",
@@ -72,8 +77,9 @@ def load_weights(path: Path, wanted: Mapping[str, Shape]) -> dict[str, Tensor]:
     read.
 
     `path` is a directory, a `config.json` in it, or one `.safetensors` file. As in transformers, a directory's
-    `model.safetensors` goes before an index. The files may hold nothing else but rotary frequencies and, if `wanted`
-    has no `lm_head.weight`, one that equals the embedding.
+    `model.safetensors` goes before an index. The files may hold nothing else but what changes no result: buffers that
+    are recomputed from the config, and biases of zeros. If `wanted` has no `lm_head.weight`, the head is tied to the
+    embedding: the files hold one of them, or two that are equal.
 
     Raises WeightsError if a tensor is missing, unknown, in two files, misshapen or not F32, F16 or BF16, if a file is
     missing or corrupt, or if the index contradicts the shards or names a file outside the directory.
@@ -100,26 +106,38 @@ def stored_dtype(path: Path, name: str) -> DType:
 def load_tensors(path: Path, wanted: Mapping[str, Wanted], passed_over: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """As `load_weights`, for tensors of other types, too. Tensors whose names end as in `passed_over` are left out."""
     holders = {key: file for key, file in _holders(path).items() if not (passed_over and key.endswith(passed_over))}
-    missing = [key for key in wanted if key not in holders]
+    names = {key: key if key in holders else _tied_name(key, wanted) for key in wanted}
+    missing = [key for key, name in names.items() if name not in holders]
     if missing:
         others = f", like {len(missing) - 1} more" if len(missing) > 1 else ""
         raise WeightsError(f"tensor {_shown(missing[0])} is not in {str(path)!r}{others}")
+    modules = {key.rpartition(".")[0] for key in wanted}
     for key, file in holders.items():
-        _check_known(key, file, wanted)
+        _check_known(key, file, wanted, modules)
     for key, each in wanted.items():
-        holders[key].check(key, each)
-    weights = {key: holders[key].read(key) for key in wanted}
+        holders[names[key]].check(names[key], each)
+    weights = {key: holders[name].read(name) for key, name in names.items()}
     for key, twin in _TIED.items():
-        if key in holders and key not in wanted:
+        if key in holders and key not in wanted and names.get(twin) == twin:
             _check_tied(key, holders[key], twin, weights[twin])
     return weights
 
 
-def _check_known(key: str, file: _File, wanted: Mapping[str, Wanted]) -> None:
+def _tied_name(key: str, wanted: Collection[str]) -> str:
+    """The name of the head that is tied to the embedding `key`; other keys are returned as they are."""
+    return next((head for head, twin in _TIED.items() if twin == key and head not in wanted), key)
+
+
+def _check_known(key: str, file: _File, wanted: Mapping[str, Wanted], modules: Collection[str]) -> None:
     if key.endswith(_OF_CACHES):
         what = "is of a quantised cache or output; supported: caches and outputs of the computation's type"
         raise WeightsError(f"tensor {_shown(key)} in {file.name} {what}")
-    if key not in wanted and not key.endswith(_RECOMPUTED) and _TIED.get(key) not in wanted:
+    if key in wanted or key.endswith(_RECOMPUTED) or _TIED.get(key) in wanted:
+        return
+    if key.endswith(_BIAS) and key.removesuffix(_BIAS) in modules:
+        if bool(file.read(key).any()):
+            raise WeightsError(f"tensor {_shown(key)} in {file.name} is not zero; supported: no such bias, or zeros")
+    else:
         raise WeightsError(f"tensor {_shown(key)} in {file.name} is not one of this model's {len(wanted)}")
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.ir.dtype import DType
 from flywheel.models.formats import BLOCK, HEAD, WeightFormat, WeightFormats, formats_of
+from flywheel.models.spec import layer_weight_key
 
 Layout = Literal["plain", "inverse", "packed", "gptq", "awq"]
 """How the files store a matrix: plain codes with `weight_scale` or with `weight_scale_inv`, or codes packed into words
@@ -37,6 +38,8 @@ class Scheme:
 
     With `shifted`, zero points are stored one too low, as by GPTQ's first version. With `activations`, the checkpoint
     asks for quantised activations; flywheel does not quantise them.
+
+    Whether a matrix with one scale of fp8 is "plain" or "inverse" is known of its files alone: see `of_files`.
     """
 
     method: str
@@ -52,6 +55,16 @@ class Scheme:
         wide = self.format.rows == 1 and self.format.group is not None and scales is not dtype
         own = WeightFormat(self.format.codes, self.format.rows, self.format.group, self.format.zeros, wide)
         return formats_of({HEAD: own if self.head else None}, own)
+
+    def of_files(self, holds: Callable[[str], bool]) -> Scheme:
+        """The same with the layout of the files. `holds` says whether they hold a tensor of that name.
+
+        transformers calls one fp8 scale of a matrix `weight_scale_inv`, other tools call it `weight_scale`.
+        """
+        if self.method != "fp8" or self.format.group is not None:
+            return self
+        inverse = holds(layer_weight_key("q_proj", 0) + "_scale_inv")
+        return replace(self, layout="inverse" if inverse else "plain")
 
 
 def read_scheme(config: Mapping[str, Any], name: str) -> Scheme | None:
@@ -113,9 +126,12 @@ class _Fields:
 
 def _compressed(fields: _Fields) -> Scheme:
     form = fields.one_of("format", ("pack-quantized", *_PLAIN_FORMATS))
-    for field in ("sparsity_config", "transform_config"):
-        if fields.values.get(field):
-            raise fields.refusal(field, "null")
+    if fields.values.get("sparsity_config"):
+        fields.below("sparsity_config").one_of("format", ("dense",))  # anything else leaves weights out of the files
+    if fields.values.get("transform_config"):
+        transform = fields.below("transform_config")
+        if transform.values.get("config_groups") or not transform.values.keys() <= {"config_groups"}:
+            raise fields.refusal("transform_config", "null, or no config_groups in it")
     groups = fields.below("config_groups")
     if len(groups.values) != 1:
         names = ", ".join(map(_shown, groups.values))
@@ -165,17 +181,19 @@ def _fp8(fields: _Fields) -> Scheme:
     if size is None:
         return Scheme("fp8", "plain", WeightFormat(DType.F8E4M3, None, None), False, activations=True)
     if size != [BLOCK, BLOCK]:
-        raise fields.refusal("weight_block_size", f"[{BLOCK}, {BLOCK}] or absent")
+        raise fields.refusal("weight_block_size", f"[{BLOCK}, {BLOCK}] or null")
     return Scheme("fp8", "inverse", WeightFormat(DType.F8E4M3, BLOCK, BLOCK), False, activations=True)
 
 
 def _gptq(fields: _Fields) -> Scheme:
     bits = fields.one_of("bits", (4, 8))
-    fields.one_of("desc_act", (False,), False)
+    group = fields.group("group_size")
+    if group is not None and not fields.one_of("static_groups", (True, False), False):
+        fields.one_of("desc_act", (False,), False)  # else columns are sorted by activations, and so are their groups
     form = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     zeros = not fields.one_of("sym", (True, False), True)
     head = bool(fields.one_of("lm_head", (True, False), False))
-    own = WeightFormat(_INTEGERS[bits], 1, fields.group("group_size"), zeros)
+    own = WeightFormat(_INTEGERS[bits], 1, group, zeros)
     return Scheme("gptq", "gptq", own, head, shifted=form == "gptq")
 
 

@@ -29,7 +29,7 @@ _CODES: Final = MappingProxyType({DType.F8E4M3: ("F8_E4M3",), DType.I8: ("I8",)}
 _WORDS: Final = ("I32",)
 _INDICES: Final = ("I64", "I32")
 
-_PASSED_OVER: Final = (".input_scale", ".input_zero_point")
+_PASSED_OVER: Final = (".input_scale", ".input_zero_point", ".activation_scale")
 """Ends of names of activations' scales. Activations are not quantised here."""
 
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -46,6 +46,7 @@ def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, T
     points of a scheme without them, and columns that are not in order.
     """
     names, shapes = tensor_names(path), checkpoint_tensors(spec)
+    scheme = scheme.of_files(names.__contains__)
     plain = {key: Wanted(shape, _FLOATS) for key, shape in shapes.items()}
     matrices: dict[str, Shape] = {}
     wanted: Stored = {}
@@ -61,6 +62,7 @@ def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, T
     for key, shape in matrices.items():
         base = f"{key.removesuffix('.weight')}."
         own = {name.removeprefix(base): tensor for name, tensor in given.items() if name.startswith(base)}
+        _check_order(own, shape, scheme, base)
         codes, scales, zeros = _LAYOUTS[scheme.layout](own, shape, scheme, base)
         _check(base, codes, scales, zeros, scheme)
         weights |= {codes_of(key): codes, scales_of(key): scales if scheme.format.rows == 1 else scales.float()}
@@ -71,6 +73,7 @@ def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, T
 
 def stored_scales(path: Path, scheme: Scheme) -> DType:
     """The type of the first layer's scales. Raises WeightsError where there are none."""
+    scheme = scheme.of_files(tensor_names(path).__contains__)
     base = layer_weight_key("q_proj", 0).removesuffix("weight")
     names = {"inverse": "weight_scale_inv", "plain": "weight_scale", "packed": "weight_scale"}
     return stored_dtype(path, f"{base}{names.get(scheme.layout, 'scales')}")
@@ -89,26 +92,29 @@ def _stored(shape: Shape, scheme: Scheme, base: str, names: frozenset[str]) -> S
     rows, width = shape
     scales, each = scheme.format.scale_shape(shape), 32 // scheme.format.codes.bits
     single = ((1,), ()) if scales == (1, 1) else ((rows,),) if scales[1] == 1 else ()
+    has_zeros = scheme.format.zeros or f"{base}.weight_zero_point" in names
+    order = {"weight_g_idx": Wanted((width,), _WORDS)} if f"{base}.weight_g_idx" in names else {}
     match scheme.layout:
         case "plain":
-            zeros = {"weight_zero_point": Wanted(scales, ("I8", "F8_E4M3"), single)} if scheme.format.zeros else {}
+            zeros = {"weight_zero_point": Wanted(scales, ("I8", "F8_E4M3"), single)} if has_zeros else {}
             codes = Wanted(shape, _CODES[scheme.format.codes])
-            return {"weight": codes, "weight_scale": Wanted(scales, _FLOATS, single), **zeros}
+            return {"weight": codes, "weight_scale": Wanted(scales, _FLOATS, single), **order, **zeros}
         case "inverse":
-            return {"weight": Wanted(shape, ("F8_E4M3",)), "weight_scale_inv": Wanted(scales, _FLOATS)}
+            return {"weight": Wanted(shape, ("F8_E4M3",)), "weight_scale_inv": Wanted(scales, _FLOATS, single)}
         case "packed":
-            packed = {"weight_zero_point": Wanted((rows // each, scales[1]), _WORDS)} if scheme.format.zeros else {}
+            packed = {"weight_zero_point": Wanted((rows // each, scales[1]), _WORDS)} if has_zeros else {}
             return {
                 "weight_packed": Wanted((rows, width // each), _WORDS),
                 "weight_scale": Wanted(scales, _FLOATS, single),
                 "weight_shape": Wanted((2,), _INDICES),
+                **order,
                 **packed,
             }
         case "gptq":
             order = {"g_idx": Wanted((width,), _WORDS)} if f"{base}.g_idx" in names else {}
             words = Wanted((width // each, rows), _WORDS)
         case "awq":
-            order, words = {}, Wanted((width, rows // each), _WORDS)
+            words = Wanted((width, rows // each), _WORDS)
     zeros_shape = (scales[1], rows // each)
     return {
         "qweight": words,
@@ -128,7 +134,7 @@ def _plain(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -
 
 
 def _inverse(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
-    return own["weight"], own["weight_scale_inv"], None
+    return own["weight"], own["weight_scale_inv"].reshape(scheme.format.scale_shape(shape)), None
 
 
 def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
@@ -146,10 +152,6 @@ def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) 
 
 def _gptq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
     """From words of a column's consecutive K; zero points are words of consecutive columns."""
-    if "g_idx" in own:
-        ordered = torch.arange(shape[1], dtype=torch.int32) // scheme.format.group_of(shape)
-        if not torch.equal(own["g_idx"], ordered):
-            raise WeightsError(f"tensor '{base}g_idx': columns are not in order, as with desc_act; that has no kernel")
     bits = scheme.format.codes.bits
     codes = _signed(own["qweight"].T, scheme.format.codes)
     zeros = _numbers(own["qzeros"], bits) + (1 if scheme.shifted else 0)
@@ -190,6 +192,16 @@ def _dealt(numbers: Tensor) -> Tensor:
     return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, back].flatten(1)
 
 
+def _check_order(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> None:
+    """Raises WeightsError for columns that belong to other groups than their places say. compressed-tensors writes -1
+    for columns in order."""
+    ordered = torch.arange(shape[1], dtype=torch.int32) // scheme.format.group_of(shape)
+    for name in ("g_idx", "weight_g_idx"):
+        unset = name in own and name == "weight_g_idx" and bool((own[name] == -1).all())
+        if name in own and not unset and not torch.equal(own[name], ordered):
+            raise WeightsError(f"tensor '{base}{name}': columns are not in order, as with desc_act; that has no kernel")
+
+
 def _check(base: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> None:
     if not bool(torch.isfinite(scales.float()).all()) or not bool((scales.float() > 0).all()):
         worst = scales.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf).min()
@@ -197,6 +209,6 @@ def _check(base: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, schem
         raise WeightsError(f"scales of '{base}weight': one is {told}; supported: positive and finite")
     if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
         raise WeightsError(f"tensor '{base}weight': a code is NaN; supported: numbers up to 448")
-    if not scheme.format.zeros and zeros is not None and bool(zeros.any()):
-        number = int(zeros.flatten()[zeros.flatten().abs().argmax()])
-        raise WeightsError(f"zero points of '{base}weight': one is {number} off the middle in a symmetric checkpoint")
+    if not scheme.format.zeros and zeros is not None and bool((numbers := zeros.float().flatten()).any()):
+        number = float(numbers[numbers.abs().argmax()])
+        raise WeightsError(f"zero points of '{base}weight': one is {number:g} off the middle in a symmetric checkpoint")

@@ -112,6 +112,21 @@ def test_a_checkpoint_of_another_type_is_converted_as_torch_does(tmp_path: Path)
         assert tokens_of(decoder) == ordinary(checkpoint, dtype=DType.BF16)
 
 
+def test_a_tied_checkpoint_that_holds_only_the_head_is_bundled(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "small")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, checkpoint / "model.safetensors")
+    expected = ordinary(checkpoint)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, checkpoint / "model.safetensors")
+    write_folder(tmp_path / "bundle", make_files(checkpoint, program_of(checkpoint)))
+    with loaded(tmp_path / "bundle", str(checkpoint)) as decoder:
+        assert tokens_of(decoder) == expected
+
+
 class Given:
     """A tensor in the emulated GPU's memory, as torch's are in a GPU's."""
 

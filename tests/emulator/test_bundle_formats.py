@@ -90,16 +90,18 @@ def test_a_bundle_of_a_quantised_checkpoint_decodes_what_the_ordinary_path_does(
     assert len({token for tokens in expected for token in tokens}) > 3
 
 
-def test_blocks_of_fp8_with_inverse_scales_are_read(tmp_path: Path) -> None:
-    folder = quantised(tmp_path / "small", "fp8-block")
+@pytest.mark.parametrize(("text", "block"), [("fp8-block", [128, 128]), ("fp8-tensor", None)])
+def test_fp8_with_inverse_scales_is_read(text: str, block: list[int] | None, tmp_path: Path) -> None:
+    folder = quantised(tmp_path / "small", text)
     expected = ordinary(folder)
     tensors = load_file(folder / "model.safetensors")
     renamed = {
-        f"{name}_inv" if name.endswith(".weight_scale") else name: each for name, each in tensors.items()
+        f"{name}_inv" if name.endswith(".weight_scale") else name: each.reshape(()) if each.numel() == 1 else each
+        for name, each in tensors.items()
     }
     save_file(renamed, str(folder / "model.safetensors"))
     config = {
-        **CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128],
+        **CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": block,
                                           "activation_scheme": "dynamic"},
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

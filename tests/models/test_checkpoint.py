@@ -91,10 +91,38 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_recomputed_frequencies_are_ignored(tmp_path: Path) -> None:
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2, dtype=torch.float64)}
-    save_file(tensors() | extra, tmp_path / "model.safetensors")
-    assert list(load_weights(tmp_path, WANTED)) == list(WANTED)
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("key", "accepted", "refused"),
+    [
+        (f"{ATTENTION}.rotary_emb.inv_freq", torch.ones(2, dtype=torch.float64), None),
+        ("model.rotary_emb.inv_freq", torch.ones(2), None),  # transformers reads neither, whatever it holds
+        (f"{ATTENTION}.masked_bias", torch.tensor(-1e4), None),
+        (f"{ATTENTION}.q_proj.bias", torch.zeros(8), torch.tensor([0.0] * 7 + [1.0])),
+        ("model.norm.bias", torch.zeros(8), torch.full((8,), torch.nan)),
+        ("model.layers.0.mlp.other.bias", None, torch.zeros(8)),
+        (f"{ATTENTION}.q_proj.scale", None, torch.zeros(8)),
+    ],
+)
+def test_what_changes_no_result_is_read_over_and_its_twin_is_refused(
+    key: str, accepted: Tensor | None, refused: Tensor | None, tmp_path: Path
+) -> None:
+    if accepted is not None:
+        save_file(tensors() | {key: accepted}, tmp_path / "model.safetensors")
+        assert list(load_weights(tmp_path, WANTED)) == list(WANTED)
+    if refused is not None:
+        save_file(tensors() | {key: refused}, tmp_path / "model.safetensors")
+        assert refusal(tmp_path).startswith(f"tensor '{key}' in model.safetensors is not ")
+
+
+def test_a_tied_model_may_hold_its_tensor_under_the_heads_name(tmp_path: Path) -> None:
+    weights = tensors()
+    weights[HEAD] = weights.pop(EMBED)
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(load_weights(tmp_path, TIED)[EMBED], weights[HEAD])
+    assert refusal(tmp_path).startswith(f"tensor '{EMBED}' is not in ")
 
 
 def test_the_head_of_a_tied_model_may_be_a_copy_of_the_embedding(tmp_path: Path) -> None:

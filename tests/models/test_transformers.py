@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from checkpoints import write
 
+from flywheel.decode.source import open_source
+from flywheel.ir import DType
 from flywheel.models.checkpoint import load_weights
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.hf import load_spec
+from flywheel.models.quantise import matrix_of
 from flywheel.models.weights import checkpoint_tensors
 
 if TYPE_CHECKING:
@@ -110,6 +114,23 @@ def behind_a_filled_cache(decoder: EagerDecoder, ids: list[int]) -> torch.Tensor
 
 def rms(x: torch.Tensor) -> float:
     return float(x.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("kind", ["fp8 of transformers", "fp8 of transformers, dynamic", "fp8 of blocks"])
+def test_fp8_means_what_transformers_reads(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    # Without a GPU it turns codes into numbers, for which it does not need the package that it asks for.
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    write(tmp_path, kind)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    source = open_source(str(tmp_path))
+    weights = source.weights(DType.F32, 0, formats=source.formats(DType.F32))
+    for key in checkpoint_tensors(source.spec):
+        found = matrix_of(weights, key, torch.float64)
+        if found is not None:
+            torch.testing.assert_close(found, wanted[key].double(), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

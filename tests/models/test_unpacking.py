@@ -205,6 +205,68 @@ def test_a_field_that_quantises_no_cache_is_read(value: object) -> None:
     assert read_scheme({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": value}}, "here") is not None
 
 
+SYMMETRIC = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+SYMMETRIC_INT8 = {**INT8, "config_groups": {"group_0": {"targets": ["Linear"], "weights": SYMMETRIC}}}
+BITMASK = {"format": "sparse-bitmask", "global_sparsity": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "field", "accepted", "refused"),
+    [
+        (INT8, "sparsity_config", {"format": "dense", "targets": []}, BITMASK),
+        (INT8, "sparsity_config", {}, {"format": "sparse-24-bitmask"}),
+        (INT8, "transform_config", {"config_groups": {}}, {"config_groups": {"u": {"type": "hadamard"}}}),
+        (INT8, "kv_cache_scheme", None, {"num_bits": 8}),
+        ({**GPTQ, "desc_act": True}, "static_groups", True, False),
+        ({**GPTQ, "desc_act": True}, "group_size", -1, 32),
+        ({"quant_method": "fp8"}, "weight_block_size", None, [1, 128]),
+    ],
+)
+def test_metadata_without_effect_is_read_and_its_twin_is_refused(
+    scheme: dict[str, Any], field: str, accepted: object, refused: object
+) -> None:
+    assert read_scheme({"quantization_config": {**scheme, field: accepted}}, "here") is not None
+    with pytest.raises(UnsupportedModelError, match="here: quantization_config"):
+        read_scheme({"quantization_config": {**scheme, field: refused}}, "here")
+
+
+@pytest.mark.parametrize(
+    ("end", "accepted", "refused", "message"),
+    [
+        ("weight_zero_point", torch.zeros(256, 1, dtype=torch.int8), torch.full((256, 1), 3, dtype=torch.int8),
+         "zero points of 'model.layers.0.mlp.up_proj.weight': one is 3 off the middle in a symmetric checkpoint"),
+        ("weight_g_idx", torch.full((128,), -1, dtype=torch.int32), torch.arange(128, dtype=torch.int32).flip(0),
+         "up_proj.weight_g_idx': columns are not in order"),
+        ("bias", torch.zeros(256), torch.ones(256), "up_proj.bias' in model.safetensors is not zero"),
+        ("input_scale", torch.tensor(2.0), None, ""),
+        ("output_scale", None, torch.tensor(2.0), "is of a quantised cache or output"),
+    ],
+)  # fmt: skip
+def test_zeros_without_effect_are_read_and_their_twins_are_refused(
+    end: str, accepted: Tensor | None, refused: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "int8 with zeros")
+    config = described(quantization_config=SYMMETRIC_INT8)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    held = load_file(tmp_path / "model.safetensors")
+    held = {name: tensor for name, tensor in held.items() if not name.endswith("zero_point")}
+    meant = None
+    for extra in ({}, None if accepted is None else {f"model.layers.0.mlp.up_proj.{end}": accepted}):
+        if extra is not None:
+            save_file({**held, **extra}, tmp_path / "model.safetensors")
+            source = open_source(str(tmp_path))
+            found = matrix_of(source.weights(DType.F32, 0, formats=source.formats(DType.F32)),
+                              "model.layers.0.mlp.up_proj.weight", torch.float64)  # fmt: skip
+            assert found is not None
+            meant = found if meant is None else meant
+            assert torch.equal(found, meant)
+    if refused is not None:
+        save_file({**held, f"model.layers.0.mlp.up_proj.{end}": refused}, tmp_path / "model.safetensors")
+        with pytest.raises(WeightsError) as caught:
+            open_source(str(tmp_path))
+        assert message in str(caught.value)
+
+
 def test_a_checkpoint_says_that_its_activations_are_to_be_quantised(tmp_path: Path) -> None:
     write(tmp_path, "int8 with zeros")
     scheme = load_scheme(tmp_path)
