@@ -112,7 +112,7 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
                 ("tied", ties(tied)),
                 ("verdict", None if top is None else judged(top)),
                 ("store", where),
-                ("command", Command(shlex.split(search_command(campaign)))),
+                ("command", Command(shlex.split(search_command(campaign, summary.trials)))),
             ]
         )
     )

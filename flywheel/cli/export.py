@@ -26,13 +26,14 @@ from flywheel.cli.options import (
     workload_options,
     write_file,
 )
-from flywheel.cli.provenance import find_campaign, row_title, schedule_text
+from flywheel.cli.provenance import find_campaign, row_title, stored_text
 from flywheel.cli.text import note, show_document, show_json, us
-from flywheel.errors import StoreError, UnknownNameError, UsageError
+from flywheel.errors import FlywheelError, StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
+from flywheel.models.catalog import resolve_model
 from flywheel.models.formats import weights_name
 from flywheel.store.shipped import Shipped
 from flywheel.store.tsv import to_csv, to_tsv
@@ -213,8 +214,7 @@ def _answer(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> T
 def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str, dict[str, Any]]:
     """One schedule as a schedule file or a program, and facts about it."""
     if isinstance(answer, TrialRecord):
-        origin = find_campaign(store, answer.campaign)
-        text = schedule_text(answer, origin) if form == "schedule" else _program(answer)
+        text = stored_text(answer, store) if form == "schedule" else _program(answer)
         note(f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us(answer.objective_us)}")
         return text, {"campaign": answer.campaign, "trial": answer.trial, "program_id": answer.program_id}
     from flywheel.cli.bundling import work_of
@@ -237,7 +237,8 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
         for name in ("model", "gpu"):
             if name not in wanted:
                 raise UsageError(f"export: --{name} is missing; give --campaign, or --model and --gpu")
-        wanted = {**{name: DEFAULTS[name] for name in ("dtype", "context", "batch")}, **wanted}
+        usual = {**{name: DEFAULTS[name] for name in ("dtype", "batch")}, "context": _usual_context(wanted["model"])}
+        wanted = {**usual, **wanted}
         wanted = {"weights": wanted["dtype"], **wanted}
     best = None
     if measured is not False:
@@ -249,6 +250,16 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
         what = ", ".join(f"{name} {value}" for name, value in wanted.items())
         raise UnknownNameError(f"store {store.name}: no {kind} trial of {what}; flywheel campaigns shows what there is")
     return best
+
+
+def _usual_context(model: str) -> int:
+    """The context of a search that names none."""
+    from flywheel.search.workload import default_context
+
+    try:
+        return default_context(resolve_model(model))
+    except FlywheelError:  # its checkpoint is not on this machine, so its longest context is not known
+        return int(DEFAULTS["context"])
 
 
 def _work_of(record: TrialRecord) -> Workload:

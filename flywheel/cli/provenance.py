@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import row_name
+from flywheel.measure.standing import row_name, trials_of
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.schedule import dump_schedule, schedule_document
 
@@ -53,12 +53,14 @@ def row_title(store: Store, record: TrialRecord) -> str:
     return row_name(record, store.trials(record.campaign) if record.source == "final" else ())
 
 
-def search_command(campaign: Campaign) -> str:
-    """The command line that runs the campaign as first asked for, in a store without it."""
+def search_command(campaign: Campaign, trials: int = 0) -> str:
+    """The command line that runs the campaign in a store without it: as first asked for, up to the number of `trials`
+    that it has, if that is more."""
     described = json.loads(campaign.spec)
     known = {field.name: field.default for field in fields(CampaignSpec)}
     columns = {name: getattr(campaign, name) for name in ("model", "gpu", "sampler", "seed")}
     spec = CampaignSpec(**columns | {name: value for name, value in described.items() if name in known})
+    spec = replace(spec, trials=max(spec.trials, trials))
     words = ["flywheel", "search"]
     for name, default in known.items():
         value = getattr(spec, name)
@@ -86,8 +88,15 @@ def lower_command(record: TrialRecord) -> str:
     return shlex.join(words)
 
 
-def schedule_text(record: TrialRecord, campaign: Campaign) -> str:
-    """The best-schedule JSON of a row. Raises StoreError for a row without a latency."""
+def stored_text(record: TrialRecord, store: Store) -> str:
+    """The best-schedule JSON of a row of that store. Raises StoreError also where the store cannot be read."""
+    trials = len(trials_of(store.trials(record.campaign)))
+    return schedule_text(record, find_campaign(store, record.campaign), trials)
+
+
+def schedule_text(record: TrialRecord, campaign: Campaign, trials: int) -> str:
+    """The best-schedule JSON of a row of a campaign with that many trials. Raises StoreError for a row without a
+    latency."""
     document = schedule_document(record, command=lower_command(record))
-    document["provenance"]["search"] = search_command(campaign)
+    document["provenance"]["search"] = search_command(campaign, trials)
     return dump_schedule(document)

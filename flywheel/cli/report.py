@@ -61,8 +61,8 @@ def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mappin
     from flywheel.store.tsv import to_tsv
 
     facts = gather(campaign, records)
-    schedule = schedule_text(facts.best, campaign) if facts.best is not None else None
-    files = {PAGE: page(facts, schedule, search_command(campaign)), "results.tsv": to_tsv(records)}
+    schedule = schedule_text(facts.best, campaign, len(facts.trials)) if facts.best is not None else None
+    files = {PAGE: page(facts, schedule, search_command(campaign, len(facts.trials))), "results.tsv": to_tsv(records)}
     files |= {} if schedule is None else {"best_schedule.json": schedule}
     return files | {f"plots/{name}": drawing for name, drawing in pictures(facts).items()}
 

@@ -30,7 +30,7 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.progress import make_reporter
-from flywheel.cli.provenance import find_campaign, schedule_text
+from flywheel.cli.provenance import stored_text
 from flywheel.cli.text import amount, note, show_json, us_a_token
 from flywheel.cli.warming import announce_compiling
 from flywheel.errors import UsageError
@@ -275,4 +275,4 @@ def _schedule(store: str, best: TrialRecord) -> str:
     from flywheel.store.sql import open_store
 
     with open_store(store, create=False) as opened:
-        return schedule_text(best, find_campaign(opened, best.campaign))
+        return stored_text(best, opened)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
-from shutil import get_terminal_size
+from pathlib import Path
+from shutil import get_terminal_size, which
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -227,11 +229,14 @@ def _cut(cell: str, width: int) -> str:
 
 class Command(str):
     """A command line for `pairs`. Where it is broken, it is broken between words, with a backslash before the break, so
-    that it can be pasted."""
+    that it can be pasted. If the shell would not find `flywheel`, it has the path by which flywheel was called."""
 
     __slots__ = ()
 
     def __new__(cls, words: Sequence[str]) -> Command:
+        called = sys.argv[0]
+        if words[0] == "flywheel" and Path(called).name == "flywheel" and which("flywheel") is None:
+            words = [called, *words[1:]]
         return super().__new__(cls, shlex.join(words))
 
 

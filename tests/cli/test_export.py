@@ -148,3 +148,11 @@ def test_t4_of_different_work_is_a_usage_error(run: Run, searched: Path) -> None
     result = run("export", "--format", "t4", "--store", "two.db")
     assert (result.exit_code, result.stdout) == (2, "")
     assert run("export", "--format", "t4", "--store", "two.db", "--context", "64").exit_code == 0
+
+
+def test_a_model_of_a_short_context_is_found_by_its_name_alone(run: Run, shallow: str) -> None:
+    usual = json.loads((Path(shallow) / "config.json").read_text(encoding="utf-8"))
+    Path("short.json").write_text(json.dumps({**usual, "max_position_embeddings": 256}), encoding="utf-8")
+    work = ("--model", "short.json", "--gpu", "l4")
+    assert run("search", *work, "--measure", "predict", "--jobs", "1", "--trials", "1").exit_code == 0
+    assert json.loads(run("export", "--format", "schedule", *work).stdout)["context"] == 256

@@ -239,3 +239,13 @@ def test_long_values_are_broken_between_words_on_a_terminal_only(monkeypatch: py
     assert max(map(len, lines)) <= 48
     command = "\n".join(lines[next(place for place, line in enumerate(lines) if "next" in line) :])
     assert shlex.split(command.removeprefix("  next").replace("\\\n", " ")) == words
+
+
+def test_a_command_to_paste_has_the_path_of_a_flywheel_that_the_shell_does_not_find(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/flywheel", "search"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Command(["flywheel", "export", "a b"]) == ".venv/bin/flywheel export 'a b'"
+    monkeypatch.setattr("sys.argv", ["/usr/bin/pytest"])
+    assert Command(["flywheel", "export"]) == "flywheel export"

@@ -38,6 +38,11 @@ def test_the_command_of_a_campaign_states_what_was_asked(spec: CampaignSpec, tai
     assert search_command(campaign(spec)) == f"{common} --sampler descent --seed 0 --trials 120{tail}"
 
 
+def test_the_command_of_a_campaign_that_went_on_asks_for_all_of_its_trials() -> None:
+    assert "--trials 400" in search_command(campaign(CampaignSpec("m", "h100")), 400)
+    assert "--trials 120" in search_command(campaign(CampaignSpec("m", "h100")), 7)
+
+
 def test_every_field_of_a_campaign_is_an_option_of_the_command() -> None:
     base = CampaignSpec("m", "h100")
     others: dict[type, object] = {int: 7, float: 1.0, str: "x", bool: False}

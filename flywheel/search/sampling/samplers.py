@@ -60,6 +60,11 @@ _NEEDS: Final = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
 """Modules that Optuna imports for a sampler, some of them only at the first `ask`."""
 
 
+def uses_torch(name: str) -> bool:
+    """Whether a sampler computes its proposals with torch."""
+    return "torch" in _NEEDS.get(name, ())
+
+
 _STATELESS: Final = frozenset({"descent", "local"})
 """Samplers whose random numbers depend on the trial's number: a resumed campaign continues as an uninterrupted one."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
 from typing import Final, Protocol, Self
@@ -15,10 +15,10 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial, TrialState, create_trial
 
 from flywheel.ir import ScheduleConfig
-from flywheel.process import one_blas_thread, while_wanted
+from flywheel.process import one_blas_thread, one_torch_thread, while_wanted
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.sampling.foresight import Foresight
-from flywheel.search.sampling.samplers import ORDER_AWARE, Measured, make_sampler
+from flywheel.search.sampling.samplers import ORDER_AWARE, Measured, make_sampler, uses_torch
 from flywheel.search.space import Dimension, Space
 
 Ask = tuple[Trial, dict[str, Value]]
@@ -82,6 +82,9 @@ class CampaignStudy:
         ]
         self._distributions = {dimension.name: _distribution(dimension) for dimension in self._searched}
         self._worst: float | None = None
+        self._one_thread: Callable[[], AbstractContextManager[None]] = (
+            one_torch_thread if uses_torch(sampler) else nullcontext
+        )
         made = make_sampler(sampler, seed, len(known), self._measured(foresight) if measured else None)
         self._study = optuna.create_study(direction="minimize", sampler=made)
         for choice, objective in known:
@@ -113,7 +116,7 @@ class CampaignStudy:
 
     def ask(self) -> Ask:
         """The next trial and the choice that it stands for."""
-        with _quiet(), one_blas_thread():
+        with _quiet(), one_blas_thread(), self._one_thread():
             trial = self._study.ask(self._distributions)
         choice: dict[str, Value] = {d.name: d.values[0] for d in self._space.dimensions}
         parameters = trial.params

@@ -6,6 +6,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+import torch
 from optuna.samplers import RandomSampler
 from optuna.trial import TrialState
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -123,6 +124,26 @@ def test_a_sampler_is_asked_on_one_thread_of_blas(lab: Any, monkeypatch: pytest.
         CampaignStudy(lab.space(), "random", 0, []).ask()
     assert seen
     assert {1} == set().union(*seen)
+
+
+def test_a_sampler_that_computes_with_torch_is_asked_on_one_thread_of_it(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Looking(RandomSampler):
+        def sample_independent(self, *arguments: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            return super().sample_independent(*arguments)
+
+    monkeypatch.setitem(SAMPLERS, "gp", Looking)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        CampaignStudy(lab.space(), "gp", 0, []).ask()
+        assert (set(seen), torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_two_threads_that_ask_leave_the_filters_of_warnings_as_they_were() -> None:
