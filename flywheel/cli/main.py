@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "campaigns": ("flywheel.cli.campaigns:campaigns", "List the campaigns of a store, or show one."),
     "schedules": ("flywheel.cli.schedules:schedules", "List the measured schedules that come with flywheel."),
     "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials."),
+    "compare": ("flywheel.cli.compare:compare", "Compare two campaigns, schedules or GPUs."),
     "import": ("flywheel.cli.importing:import_file", "Import trials, or schedules to try first, from a file."),
     "evaluate": ("flywheel.cli.evaluate:evaluate", "Predict or measure one schedule."),
     "report": ("flywheel.cli.report:report", "Write a campaign as one HTML page."),

@@ -1,0 +1,127 @@
+"""Two schedules beside each other: what each takes, how far apart they are, and what of it may be chance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Final
+
+from flywheel.errors import StoreError
+from flywheel.ir.config import ScheduleConfig
+from flywheel.measure.latency import tokens_per_s
+from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
+from flywheel.store.campaign import work_named
+from flywheel.store.schedule import Schedule, schedule_from_document
+
+_WIDTH, _LEFT, _RIGHT = 900.0, 20.0, 880.0
+_TOP, _ROW, _BAR, _AXIS = 40.0, 56.0, 20.0, 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A schedule with the time of its step. `low_us` and `high_us` are the 10th and the 90th percentile of its samples;
+    both are `latency_us` where it is predicted. `origin` are the provenance's fields."""
+
+    name: str
+    schedule: Schedule
+    measured: bool
+    latency_us: float
+    low_us: float
+    high_us: float
+    origin: Mapping[str, Any]
+
+    @property
+    def work(self) -> str:
+        """What the schedule was found for, in words."""
+        asked = self.schedule
+        return work_named(asked.model, asked.gpu, asked.dtype, asked.context, asked.batch, asked.weights)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of all sequences together."""
+        return tokens_per_s(self.latency_us, self.schedule.batch)
+
+    @property
+    def config(self) -> ScheduleConfig:
+        """The schedule's config."""
+        return self.schedule.config
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How much longer a step takes than another one, as a fraction of the other one's time: 0.02 is 2 % slower.
+
+    `low` and `high` are the least and the largest that the samples between the 10th and the 90th percentile allow. The
+    two may be of different days and machines, which differ by a few percent; the range knows nothing of that.
+    """
+
+    slower: float
+    low: float
+    high: float
+
+    @property
+    def sure(self) -> bool:
+        """Whether the ranges of the samples do not overlap."""
+        return self.low > 0.0 or self.high < 0.0
+
+
+def read_side(name: str, document: Mapping[str, Any]) -> Side:
+    """The side of an exported schedule's document. Raises StoreError where it has no latency, and as
+    `schedule_from_document`."""
+    schedule = schedule_from_document(dict(document), f"schedule {name}")
+    measured, predicted = document.get("measured"), document.get("predicted")
+    origin = document.get("provenance")
+    try:
+        if measured is not None:
+            low, middle, high = (float(measured[key]) for key in ("p10_us", "median_us", "p90_us"))
+        else:
+            low = middle = high = float(predicted["latency_us"])  # type: ignore[index]
+        if not 0.0 < low <= middle <= high < inf:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise StoreError(f"schedule {name}: has no latency to compare") from None
+    return Side(name, schedule, measured is not None, middle, low, high, origin if isinstance(origin, dict) else {})
+
+
+def difference(first: Side, second: Side) -> Difference | None:
+    """How much slower `second` is; None where one is measured and the other predicted, which are never compared."""
+    if first.measured != second.measured:
+        return None
+    return Difference(
+        second.latency_us / first.latency_us - 1.0,
+        second.low_us / first.high_us - 1.0,
+        second.high_us / first.low_us - 1.0,
+    )
+
+
+_COLOURS: Final = {True: "measured", False: "predicted"}
+
+
+def drawn(sides: Sequence[Side]) -> str:
+    """A bar for each side, on one axis that starts at 0. A line at a bar's end spans the 10th to the 90th
+    percentile."""
+    across = Axis(0.0, max(side.high_us for side in sides) * 1.02, _LEFT, _RIGHT)
+    title = " beside ".join(side.name for side in sides)
+    bottom = _TOP + _ROW * len(sides)
+    parts = [label(_LEFT, 20, title)]
+    for value in across.ticks(8):
+        x = across(value)
+        grid = element("path", d=polyline([(x, _TOP), (x, bottom)]), class_="grid")
+        parts += [grid, label(x, bottom + 16, short(value), "middle faint")]
+    for row, side in enumerate(sides):
+        parts += _bar(side, across, _TOP + _ROW * row)
+    said = "us a step; orange: measured, blue: predicted"
+    return picture(_WIDTH, bottom + _AXIS, title, [*parts, label(_RIGHT, bottom + 34, said, "end faint")])
+
+
+def _bar(side: Side, across: Axis, top: float) -> list[str]:
+    end, middle = across(side.latency_us), top + 20 + _BAR / 2
+    times = f"{side.latency_us:,.1f} us, {side.tokens_per_s:,.0f} tokens/s"
+    spread = polyline([(across(side.low_us), middle), (across(side.high_us), middle)])
+    return [
+        label(_LEFT, top + 14, f"{side.work}: {times}"),
+        element("rect", tip(f"{side.name}: {times}"), x=_LEFT, y=top + 20, width=end - _LEFT, height=_BAR,
+                fill="currentColor", class_=_COLOURS[side.measured]),
+        element("path", d=spread, class_="ink", stroke_width=2, fill="none"),
+    ]  # fmt: skip

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from flywheel.store.shipped import SHIPPED
+
+Run = Callable[..., Result]
+H100, H200 = "llama3-8b-h100-bf16-c512-b1", "llama3-8b-h200-bf16-c512-b1"
+
+
+def median_us(name: str) -> float:
+    measured: float = json.loads((SHIPPED / f"{name}.json").read_text(encoding="utf-8"))["measured"]["median_us"]
+    return measured
+
+
+def test_two_gpus_are_compared_by_the_best_that_was_measured_on_each(run: Run) -> None:
+    document = json.loads(run("compare", "h100", "h200", "--model", "llama3-8b", "--json").stdout)
+    assert (document["a"]["latency_us"], document["b"]["latency_us"]) == (median_us(H100), median_us(H200))
+    assert document["difference"]["slower"] == pytest.approx(median_us(H200) / median_us(H100) - 1)
+    assert document["difference"]["low"] < document["difference"]["slower"] < document["difference"]["high"] < 0
+    assert document["changed"]
+    assert run("compare", "h100", "h200", "--model", "llama3-8b").stdout.splitlines()[1].startswith("A  h100 ")
+
+
+def test_a_file_a_shipped_schedule_and_a_campaign_are_sides(run: Run, searched: Path) -> None:
+    assert run("schedules", H200, "--output", "best.json").exit_code == 0
+    same = json.loads(run("compare", "best.json", H200, "--json").stdout)
+    assert (same["difference"]["slower"], same["difference"]["sure"], same["changed"]) == (0.0, False, {})
+    at = ("--store", str(searched))
+    document = json.loads(run("compare", "sma", "small", *at, "--json").stdout)
+    assert (document["a"]["name"], document["a"]["kind"]) == ("small", "predicted")
+    mixed = run("compare", "small", H200, *at)
+    assert mixed.exit_code == 0
+    assert "one is measured, the other predicted" in mixed.stdout
+
+
+def test_a_slower_second_is_code_3_beyond_the_threshold_only(run: Run) -> None:
+    slower = median_us(H100) / median_us(H200) - 1
+    over = run("compare", H200, H100, "--fail-if-slower", f"{slower * 100 - 1:.0f}%", "--json")
+    assert (over.exit_code, json.loads(over.stdout)["failed"]) == (3, True)
+    assert "slower than A" in over.stderr
+    assert run("compare", H200, H100, "--fail-if-slower", f"{slower * 100 + 1:.0f}").exit_code == 0
+    assert run("compare", H100, H200, "--fail-if-slower", "0%").exit_code == 0
+
+
+def test_the_picture_has_both_bars(run: Run) -> None:
+    assert run("compare", "h100", "h200", "--model", "llama3-8b", "--output", "both.svg").exit_code == 0
+    drawing = Path("both.svg").read_text(encoding="utf-8")
+    assert drawing.count('class="measured"') == 2
+    assert f"{median_us(H100):,.1f} us" in drawing
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("nothing", H200), "'nothing' is no file, no GPU, no campaign"),
+        (("h100", "h200"), "--model says of which model"),
+        (("l4", "h200", "--model", "llama3-8b"), "nothing was measured of llama3-8b on l4"),
+        ((H100, H200, "--context", "512"), "--context goes with GPUs"),
+        ((H100, H200, "--fail-if-slower", "two"), "is not a percentage"),
+        (("small", H200, "--fail-if-slower", "2%"), "not one of each"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line_and_code_2(
+    words: tuple[str, ...], expected: str, run: Run, searched: Path
+) -> None:
+    result = run("compare", *words, "--store", str(searched))
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert expected in result.stderr
+
+
+@pytest.mark.parametrize("measured", [None, {}, {"median_us": 0, "p10_us": 0, "p90_us": 0}, {"median_us": "fast"}])
+def test_a_strangers_schedule_without_a_time_is_refused(measured: object, run: Run) -> None:
+    document = json.loads((SHIPPED / f"{H200}.json").read_text(encoding="utf-8"))
+    Path("odd.json").write_text(json.dumps({**document, "measured": measured}), encoding="utf-8")
+    result = run("compare", "odd.json", H200)
+    assert (result.exit_code, result.stderr) == (5, "flywheel: schedule odd.json: has no latency to compare\n")
