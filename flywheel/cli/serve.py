@@ -13,7 +13,7 @@ from flywheel.cli.chosen import store_here
 from flywheel.cli.decoding import check_device, check_installed
 from flywheel.cli.interrupt import draining
 from flywheel.cli.options import SharedOption, command, json_option, ranks_option, store_option
-from flywheel.cli.text import note, show_json
+from flywheel.cli.text import complain, note, show_json
 from flywheel.errors import UsageError
 from flywheel.ir.bundles import is_bundle
 from flywheel.models.decoder import MAX_BATCH
@@ -94,7 +94,7 @@ def serve(
             weights=weights, max_sequences=max_sequences, lookup=lookup, ranks=ranks, seed=seed,
             store=_store(ctx, model),
         )
-        engine = Engine(make, queue)
+        engine = Engine(make, queue, complain)
         try:
             loaded = engine.start()
             where = listener.getsockname()

@@ -56,9 +56,10 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        if engine.failed is not None:
-            return JSONResponse({"status": "failed", "why": engine.failed}, 503)
-        return JSONResponse({"status": "ok"})
+        why = engine.unable
+        if why is not None:
+            return JSONResponse({"status": "unable", "why": why}, 503)
+        return JSONResponse({"status": "full" if engine.waiting >= engine.most else "ok"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

@@ -3,33 +3,24 @@ dies."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from queue import SimpleQueue
 from typing import Final
 
-from flywheel.children import start_child
-from flywheel.errors import FlywheelError, UsageError
-from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder, Part, Refused, work
+from flywheel.errors import FlywheelError
+from flywheel.serve.child import Child, GoneError
+from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder, Part, Refused
 
-_EXIT_S: Final = 5.0
-"""Seconds that a worker may take to end after it was told to end or was killed."""
-
-
-_PAUSES_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each attempt to replace a worker that died."""
+_PAUSES_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0, 60.0)
+"""Seconds before each attempt to replace a worker that died: five minutes, in which a machine may get free processes,
+descriptors or memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The decoding process of a request has died."""
+    """The decoding process of a request has died, or was ended."""
 
     why: str
 
@@ -47,26 +38,26 @@ class Engine:
     """Runs one worker process that decodes as many requests together as it has rows. At most `most` requests wait or
     are being answered.
 
-    When a worker dies, its requests fail and a new worker starts. If several attempts in a row fail, `failed` says why.
+    When a worker dies or does not answer, its requests fail and a new worker starts. If several attempts in a row fail,
+    `failed` says why, and the engine stays without a worker. `say` gets a line about each of these events.
     """
 
-    def __init__(self, make_decoder: MakeDecoder, most: int) -> None:
-        self._make, self.most = make_decoder, most
+    def __init__(self, make_decoder: MakeDecoder, most: int, say: Callable[[str], None] = lambda _: None) -> None:
+        self._make, self.most, self._say = make_decoder, most, say
         self._lock = threading.Lock()
         self._numbers = count()
         self._asked: dict[int, Hear] = {}
-        self._connection: Connection | None = None  # None while no worker accepts requests
-        self._process: SpawnProcess | None = None
+        self._child: Child | None = None  # it may be loading
+        self._ready = False
         self._closing = threading.Event()
-        self._letters: SimpleQueue[tuple[Connection, Ask | Cancel] | None] = SimpleQueue()
+        self._why = ""  # the last attempt to start a worker failed
         self.restarts = self.context = 0
         self.failed: str | None = None
 
     def start(self) -> Loaded:
-        """Start a worker. Raises UsageError with its reason if it cannot start."""
+        """Start a worker. Raises GoneError, and UsageError with its reason if it refuses to start."""
         loaded = self._spawn()
-        threading.Thread(target=self._post, daemon=True).start()
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._supervise, daemon=True).start()
         return loaded
 
     def close(self) -> None:
@@ -74,13 +65,9 @@ class Engine:
         accepted."""
         with self._lock:
             self._closing.set()
-            process = self._process
-        self._letters.put(None)
-        if process is not None:  # its end ends the thread that listens to it
-            process.terminate()
-            process.join(_EXIT_S)
-            process.kill()
-            process.join(_EXIT_S)
+            child = self._child
+        if child is not None:  # its end ends the thread that listens to it
+            child.end()
         self._fail("the server is shutting down")
 
     @property
@@ -88,92 +75,108 @@ class Engine:
         """Requests that wait or are being answered."""
         return len(self._asked)
 
+    @property
+    def unable(self) -> str | None:
+        """Why any request would fail now; None if it would be queued, or refused by its own fault or FullError."""
+        if self._closing.is_set():
+            return "the server is shutting down"
+        if self.failed is not None:
+            return f"no decoding process runs any more: {self.failed}"
+        if not self._ready:
+            return f"the decoder is starting again{self._why}; try again later"
+        return None
+
     def ask(self, ask: Ask, hear: Hear) -> int:
         """Send a request to the worker and return its number; does not wait. Raises FullError, and FlywheelError if no
         worker runs."""
         with self._lock:
+            if self.unable is not None:
+                raise FlywheelError(self.unable)
             if len(self._asked) >= self.most:
                 raise FullError(f"{len(self._asked)} requests are under way, of at most {self.most}; try again later")
-            if self._closing.is_set():
-                raise FlywheelError("the server is shutting down")
-            if self.failed is not None:
-                raise FlywheelError(f"the decoding process failed to start: {self.failed}")
-            if self._connection is None:
-                raise FlywheelError("the decoder is starting again; try again later")
+            assert self._child is not None
             number = next(self._numbers)
             self._asked[number] = hear
-            self._letters.put((self._connection, replace(ask, number=number)))
+            self._child.send(replace(ask, number=number))
         return number
 
     def cancel(self, number: int) -> None:
         """Cancel a request. `hear` gets no more messages about it."""
         with self._lock:
             wanted = self._asked.pop(number, None)
-            if wanted is not None and self._connection is not None:
-                self._letters.put((self._connection, Cancel(number)))
-
-    def _post(self) -> None:
-        """Main function of the sending thread. A pipe that a busy worker does not read blocks only this thread."""
-        while (letter := self._letters.get()) is not None:
-            connection, message = letter
-            with suppress(OSError):  # the listener notices the death and reports it
-                connection.send(message)
+            if wanted is not None and self._ready and self._child is not None:
+                self._child.send(Cancel(number))
 
     def _spawn(self) -> Loaded:
-        """Start a worker and wait until it has loaded. Raises UsageError if it fails."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, self._make), daemon=True)
-        start_child(process.start)
-        theirs.close()
+        """Start a worker and wait until it has loaded. Raises as `start`."""
+        child = Child(self._make)
         with self._lock:
-            self._process = process
-            if self._closing.is_set():  # `close` has not seen it
-                process.terminate()
+            self._child = child
+            closing = self._closing.is_set()
         try:
-            said = ours.recv()
-        except (EOFError, OSError):
-            ours.close()
-            raise UsageError(f"the decoder's process {self._death()} while it started") from None
-        if isinstance(said, Refused):
-            ours.close()
-            raise UsageError(said.why)
-        assert isinstance(said, Loaded)
+            if closing:  # `close` has not seen it
+                child.end()
+            loaded = child.load()
+        except FlywheelError:
+            child.end()
+            raise
         with self._lock:
-            self._connection, self.context = ours, said.context
-        return said
+            self._ready, self.context, self._why = True, loaded.context, ""
+        return loaded
+
+    def _supervise(self) -> None:
+        """Main function of the engine's thread. It ends when the engine is closed or has failed."""
+        try:
+            self._listen()
+        except BaseException as error:
+            self._give_up(f"{type(error).__name__} in the server's own thread")
+            raise
 
     def _listen(self) -> None:
-        """Main function of the engine's thread. It ends when the engine is closed, or when no worker starts."""
+        """Distribute what workers say until the engine is closed, or no worker starts any more."""
         while not self._closing.is_set():
-            assert self._connection is not None
+            assert self._child is not None
             try:
-                for said in self._connection.recv():
-                    self._tell(said)
-            except (EOFError, OSError):
+                heard = self._child.hear()
+            except GoneError as gone:
                 with self._lock:
-                    self._connection = None
+                    self._ready = False
                 if self._closing.is_set():
                     return
-                self._fail(f"the decoder's process {self._death()}; the next request is answered by another one")
+                self._child.end()
+                self._say(f"{gone}; starting another one")
+                self._fail(f"{gone}; the next request is answered by another one")
                 self.restarts += 1
                 if not self._again():
                     return
+            else:
+                for said in heard:
+                    self._tell(said)
 
     def _again(self) -> bool:
         """Replace a worker that died; False if none starts."""
         why = ""
-        for pause in _PAUSES_S:
+        for attempt, pause in enumerate(_PAUSES_S, start=1):
             if self._closing.wait(pause):
                 return False
             try:
                 self._spawn()
-            except UsageError as error:
+            except FlywheelError as error:
+                if self._closing.is_set():
+                    return False
                 why = str(error)
+                self._why = f" (attempt {attempt} of {len(_PAUSES_S)}: {why})"
+                self._say(f"attempt {attempt} of {len(_PAUSES_S)} to start a decoding process: {why}")
             else:
+                self._say("another decoding process is ready")
                 return True
-        self.failed = why
+        self._give_up(why)
         return False
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            self._ready, self.failed = False, why
+        self._fail(f"no decoding process runs any more: {why}")
 
     def _tell(self, said: Begun | Part | Ended | Refused) -> None:
         assert said.number is not None
@@ -188,11 +191,3 @@ class Engine:
             asked, self._asked = self._asked, {}
         for hear in asked.values():
             hear(Died(why))
-
-    def _death(self) -> str:
-        assert self._process is not None
-        self._process.join(_EXIT_S)
-        code = self._process.exitcode
-        if code is None:
-            return "does not answer"
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

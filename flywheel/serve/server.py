@@ -9,13 +9,15 @@ from typing import Final
 
 import uvicorn
 
-from flywheel.errors import UsageError
+from flywheel.errors import FlywheelError, UsageError
 from flywheel.serve.app import make_app
 from flywheel.serve.engine import Engine
 
 _BACKLOG: Final = 2048
 _GRACE_S: Final = 3
 """Seconds that running answers may take when the server shuts down."""
+_LOOK_S: Final = 1
+"""Seconds between two looks whether the engine has failed."""
 
 
 @contextmanager
@@ -34,9 +36,16 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def run(engine: Engine, name: str, api_key: str | None, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM. Raises FlywheelError once the engine has failed."""
+
+    async def look() -> None:
+        server.should_exit = server.should_exit or engine.failed is not None
+
     config = uvicorn.Config(
         make_app(engine, name, api_key), log_level="warning", access_log=False, backlog=_BACKLOG,
-        timeout_graceful_shutdown=_GRACE_S, server_header=False,
+        timeout_graceful_shutdown=_GRACE_S, server_header=False, callback_notify=look, timeout_notify=_LOOK_S,
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    if engine.failed is not None:
+        raise FlywheelError(f"the server ends, since no decoding process runs any more: {engine.failed}")

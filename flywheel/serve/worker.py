@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from typing import Final
 
 from flywheel.decode.sampling import Sampling
 from flywheel.errors import ContextError, FlywheelError, UsageError
@@ -15,6 +19,9 @@ from flywheel.serve.reading import PromptReader
 
 MakeDecoder = Callable[[], Decoder]
 """Picklable; called once, in the worker."""
+
+BEAT_S: Final = 1.0
+"""Seconds between two beats, with which a worker shows that it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +96,11 @@ Said = Begun | Part | Ended | Refused
 matter."""
 
 
-def work(connection: Connection, make_decoder: MakeDecoder) -> None:
+def work(connection: Connection, pulse: Connection, make_decoder: MakeDecoder) -> None:
     """Main function of the worker: answers requests, as many together as the decoder has rows, until its parent hangs
-    up."""
+    up. From its first moment it beats on `pulse`."""
     enter_child()
+    threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
     try:
         decoder = make_decoder()
     except FlywheelError as error:
@@ -102,6 +110,13 @@ def work(connection: Connection, make_decoder: MakeDecoder) -> None:
         connection.send(Loaded(decoder.name, decoder.schedule, decoder.context, decoder.max_sequences))
         with PromptReader(decoder.second_tokenizer()) as reader:
             answer_all(connection, decoder, reader)
+
+
+def _beat(pulse: Connection) -> None:
+    with suppress(OSError):  # the parent has ended
+        while True:
+            pulse.send_bytes(b".")
+            time.sleep(BEAT_S)
 
 
 def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -> None:

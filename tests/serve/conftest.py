@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,30 +65,34 @@ class Served:
 @pytest.fixture(scope="session")
 def start(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
     """`start(*options)`: a server of the checkpoint on the reference device, by the command itself."""
-    running: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
+        yield lambda *options: stack.enter_context(
+            serving([sys.executable, "-m", "flywheel"], checkpoint, tmp_path_factory.mktemp("cwd"), *options)
+        )
 
-    def begin(*options: str) -> Served:
-        root = str(Path(__file__).parents[2])
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flywheel", "serve", "--model", str(checkpoint), "--device", "reference",
-             "--context", "160", "--port", "0", *options],
-            cwd=tmp_path_factory.mktemp("cwd"), env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-        running.append(process)
-        assert process.stderr is not None
-        said = []
+
+@contextmanager
+def serving(command: Sequence[str], model: Path, folder: Path, *options: str) -> Iterator[Served]:
+    """A server of `model` on the reference device by flywheel's command line `command`, run in `folder`."""
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [*command, "serve", "--model", str(model), "--device", "reference", "--context", "160", "--port", "0",
+         *options],
+        cwd=folder, env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = []
+    try:
         for line in process.stderr:
             said.append(line)
             found = re.search(r"at (http://\S+/v1);", line)
             if found:
-                return Served(found[1], process)
-        raise AssertionError("".join(said))
-
-    yield begin
-    for process in running:
+                yield Served(found[1], process)
+                break
+        else:
+            raise AssertionError("".join(said))
+    finally:
         process.send_signal(signal.SIGINT)
-    for process in running:
         process.wait(HANG_S)
 
 
