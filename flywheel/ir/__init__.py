@@ -37,6 +37,7 @@ from flywheel.ir.version import (
     ABI_VERSION,
     IR_VERSION,
     MAX_RANKS,
+    NO_TOKEN,
 )
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "INHERITED_PARAMS",
     "IR_VERSION",
     "MAX_RANKS",
+    "NO_TOKEN",
     "OPERATIONS",
     "PARAM_FIELDS",
     "PER_SM_SPACES",

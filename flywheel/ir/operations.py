@@ -257,7 +257,7 @@ _ROWS: Final = (
         _K.SAMPLE_ARGMAX,
         (Operand("logits", View("S", "V")),),
         Operand("out", View("S"), INTEGER),
-        "per row, the index of the largest logit, of equals the first",
+        "per row, the index of the largest logit, of equals the first; -1 if that is NaN or infinite",
         flops=("1", "S", "V"),
     ),
     Operation(

@@ -19,5 +19,8 @@ ABI_MAX_ROWS: Final = 8
 """Rows of x that one matrix step multiplies, which are the columns of a fragment of x. A decode step has at most as
 many sequences."""
 
+NO_TOKEN: Final = -1
+"""What SAMPLE_ARGMAX chooses where the largest logit is NaN or infinite."""
+
 MAX_RANKS: Final = 8
 """Most GPUs of one program: an ALLREDUCE_SHARD takes a shard of each."""

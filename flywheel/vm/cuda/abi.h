@@ -35,6 +35,7 @@ typedef uint32_t amk_counter_t;
 #define FW_MAX_STEPS 16
 #define FW_MAX_ROWS 8
 #define FW_MAX_RANKS 8
+#define FW_NO_TOKEN (-1)
 #define FW_FRAGMENT_ROWS 16
 #define FW_FRAGMENT_K 16
 #define FW_RESULT_REF 16

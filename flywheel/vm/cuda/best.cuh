@@ -11,6 +11,12 @@ __device__ __forceinline__ uint32_t ordered(float value) {
     return bits >> 31 ? ~bits : bits | 1u << 31;
 }
 
+// The index of a best whose value is finite, from both inverted and ordered; FW_NO_TOKEN for NaN, an infinity, and no value at all.
+__device__ __forceinline__ int finite_index(uint32_t key, uint32_t earliest) {
+    constexpr uint32_t LEAST = 0x00800000u, MOST = 0xff7fffffu;  // `ordered` of the finite floats
+    return key - LEAST <= MOST - LEAST ? static_cast<int>(~earliest) : FW_NO_TOKEN;
+}
+
 // Launches alternate between two words a row, behind the launch counts; each clears those of the next one.
 __device__ __forceinline__ unsigned long long* best_word(const amk_program_t& program, uint32_t launch, int row) {
     return reinterpret_cast<unsigned long long*>(program.state) + 1 + (launch & 1) * FW_MAX_ROWS + row;

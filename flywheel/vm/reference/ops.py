@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flywheel.errors import TensorError
-from flywheel.ir import InstructionKind
+from flywheel.ir import NO_TOKEN, InstructionKind
 from flywheel.ir.access import tile, tile_rows
 from flywheel.vm.reference.attention import attention_combine, attention_tile, kv_append, rope
 from flywheel.vm.reference.dequant import dequant
@@ -101,8 +101,10 @@ def allreduce_shard(inputs: Sequence[Tensor], out: Tensor, params: Params) -> No
 
 
 def sample_argmax(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """The index of the largest element, the first among equals; one for each row where `out` [S] has several."""
-    store(out, inputs[0].reshape(out.numel(), -1).float().argmax(-1))
+    """The index of the largest element, the first among equals; one for each row where `out` [S] has several. NO_TOKEN
+    where that element is NaN, which is larger than any number, or infinite."""
+    largest, indices = inputs[0].reshape(out.numel(), -1).float().max(-1)
+    store(out, torch.where(largest.isfinite(), indices, NO_TOKEN))
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

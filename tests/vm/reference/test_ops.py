@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flywheel.errors import TensorError
-from flywheel.ir import OPERATIONS, InstructionKind
+from flywheel.ir import NO_TOKEN, OPERATIONS, InstructionKind
 from flywheel.vm.reference import ops
 from flywheel.vm.reference.ops import OPS
 
@@ -161,3 +161,11 @@ def test_argmax_takes_the_first_of_equals() -> None:
     assert computed("SAMPLE_ARGMAX", [torch.zeros(1, 100_000)], (1,), torch.int32).tolist() == [0]
     several = torch.tensor([[0.0, 3.0, 3.0], [9.0, 1.0, 9.0]])
     assert computed("SAMPLE_ARGMAX", [several], (2,), torch.int32).tolist() == [1, 0]
+
+
+def test_argmax_is_no_token_if_the_largest_element_is_not_finite() -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = torch.tensor([[-inf, 2.0, -inf], [0.0, nan, inf], [0.0, inf, 1.0], [-inf, -inf, -inf]])
+    out = torch.empty(4, dtype=torch.int32)
+    OPS[InstructionKind.SAMPLE_ARGMAX]([rows], out, {})
+    assert out.tolist() == [1, NO_TOKEN, NO_TOKEN, NO_TOKEN]

@@ -1,4 +1,5 @@
-// SAMPLE_ARGMAX: index of the largest element of each row, the first of equals; NaN is larger than any number.
+// SAMPLE_ARGMAX: index of the largest element of each row, the first of equals; NaN is larger than any number. Where that
+// element is not finite, FW_NO_TOKEN.
 // Operands: logits [S, V] of any float type, out I32 [S]; V need not divide into anything.
 // Rounding: none; elements are compared as they are.
 // Where the tasks that made the logits have kept the best, that is it, or of several GPUs the best of theirs. Else row after row, all threads on one; of aligned F32
@@ -77,11 +78,10 @@ FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
 #ifdef FW_RANKS
         uint64_t best = atomicMax(best_word(vm.block().program, vm.block().launch, row), 0ull);
         if (vm.block().ranks.arrivals >= 0) best = exchange_best(vm, row, best);
-        const uint32_t earliest = static_cast<uint32_t>(best);
 #else
-        const uint32_t earliest = static_cast<uint32_t>(atomicMax(best_word(vm.block().program, vm.block().launch, row), 0ull));
+        const uint64_t best = atomicMax(best_word(vm.block().program, vm.block().launch, row), 0ull);
 #endif
-        store_int(out, 0, static_cast<int>(~earliest));
+        store_int(out, 0, finite_index(static_cast<uint32_t>(best >> 32), static_cast<uint32_t>(best)));
         return;
     }
     const int thread = vm.thread(), width = logits.numel / out.numel;
@@ -96,6 +96,6 @@ FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
         for (int i = groups * 4 + thread; i < width; i += VECTOR_THREADS) best.see(load(row, i), i);
         const uint32_t key = ordered(best.value), top = largest(vm, key, 0);
         const uint32_t earliest = largest(vm, key == top ? ~static_cast<uint32_t>(best.index) : 0u, 1);
-        if (thread == 0) store_int(out, s, static_cast<int>(~earliest));
+        if (thread == 0) store_int(out, s, finite_index(top, earliest));
     }
 }
