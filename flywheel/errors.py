@@ -83,6 +83,10 @@ class MismatchError(FlywheelError):
     """A program computed something else than the oracle."""
 
 
+class NonFiniteError(FlywheelError):
+    """Numbers of a computation are NaN or infinite. The message names their position, layer and tensor where known."""
+
+
 class TraceError(FlywheelError):
     """Stamps of a traced launch are absent, or not in the order in which a task passes them."""
 

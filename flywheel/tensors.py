@@ -1,12 +1,14 @@
-"""How torch holds the elements of buffers: what models make of weights, and what the reference VM runs on."""
+"""How torch holds the elements of buffers: what models make of weights, and what the reference VM runs on; and whether
+tensors are finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from flywheel.ir.dtype import DType
 
@@ -25,3 +27,18 @@ TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
     }
 )
 """The torch type of each element type; I4, which torch lacks, as bytes of two elements each."""
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element of any tensor is NaN or infinite. Takes no memory, and waits for the device once."""
+    ends = [end.double() for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]  # NaN if one is NaN
+    return not ends or bool(torch.stack(ends).isfinite().all())
+
+
+def first_not_finite(tensor: Tensor) -> tuple[tuple[int, ...], float] | None:
+    """(index, value) of the first element, in row-major order, that is NaN or infinite; None if there is none."""
+    if all_finite([tensor]):
+        return None
+    flat = tensor.detach().reshape(-1)
+    place = int((~flat.isfinite()).to(torch.uint8).argmax())
+    return tuple(int(each) for each in torch.unravel_index(torch.tensor(place), tensor.shape)), float(flat[place])

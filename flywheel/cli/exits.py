@@ -11,6 +11,7 @@ from flywheel.errors import (
     IrFormatError,
     MismatchError,
     NoGpuError,
+    NonFiniteError,
     StoreError,
     TensorError,
     TooLargeError,
@@ -47,6 +48,7 @@ _CODES: Final = (
     (InvalidProgramError, REJECTED),
     (TooLargeError, REJECTED),
     (MismatchError, REJECTED),
+    (NonFiniteError, REJECTED),
     (NoGpuError, NO_GPU),
     (StoreError, STORE),
 )

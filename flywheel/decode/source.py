@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from torch import Tensor
 
-from flywheel.errors import UsageError
+from flywheel.errors import UsageError, WeightsError
 from flywheel.ir import DType
 from flywheel.models.catalog import model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES
@@ -23,7 +24,7 @@ from flywheel.models.schemes import Scheme
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
 from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_on_request
 from flywheel.process import check_memory
-from flywheel.tensors import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES, first_not_finite
 
 Weights = Mapping[str, Tensor]
 """Weights by the keys of `checkpoint_tensors`; a quantised matrix by the keys of its parts (`models.quantise`)."""
@@ -63,7 +64,8 @@ class Source:
     def weights(self, dtype: DType, seed: int, device: str = "cpu", formats: WeightFormats = PLAIN) -> Weights:
         """All weights in `dtype` on a torch device: the checkpoint's, converted if necessary, else random ones.
         Matrices with a format in `formats` are quantised by `models.quantise`. Raises TooLargeError if random weights
-        exceed this machine's memory, and UsageError if the checkpoint is quantised in another format."""
+        exceed this machine's memory, UsageError if the checkpoint is quantised in another format, and WeightsError for
+        a weight that is not finite in `dtype`."""
         if self.scheme is None:
             return self._quantised(dtype, seed, device, formats)
         assert self.stored is not None
@@ -72,7 +74,8 @@ class Source:
             asked, has = (each.name(name) or name for each in (formats, own))
             raise UsageError(f"{self.name}: its checkpoint is {has}; weights {asked} would quantise it once more")
         scales = DType.F32 if own.usual is None else own.usual.scale_dtype(dtype)
-        return {key: typed(key, tensor, dtype, scales).to(device) for key, tensor in self.stored.items()}
+        moved = ((key, tensor, typed(key, tensor, dtype, scales).to(device)) for key, tensor in self.stored.items())
+        return {key: _finite(key, tensor, stored) for key, stored, tensor in moved}
 
     def weights_on_request(self, dtype: DType, seed: int, device: str) -> WeightsOnRequest:
         """The same for unquantised weights, each made when it is asked for: read from the checkpoint, or drawn. The
@@ -80,15 +83,20 @@ class Source:
         if self.stored is None:
             return random_on_request(self.spec, seed, TORCH_DTYPES[dtype], device)
         stored, wanted = self.stored, TORCH_DTYPES[dtype]
-        return WeightsOnRequest(
-            stored, lambda key: stored[key].to(device, wanted).contiguous(), [model_weight_key(self.spec, "embed")]
-        )
+
+        def make(key: str) -> Tensor:
+            return _finite(key, stored[key].to(device, wanted).contiguous(), stored[key])
+
+        return WeightsOnRequest(stored, make, [model_weight_key(self.spec, "embed")])
 
     def _quantised(self, dtype: DType, seed: int, device: str, formats: WeightFormats) -> Weights:
         """Quantise matrix by matrix, so that only the quantised ones must fit into memory together."""
         if self.stored is not None:
             keep = keeping(self.spec, formats, dtype)
-            moved = (keep(key, tensor.to(device, TORCH_DTYPES[dtype])) for key, tensor in self.stored.items())
+            moved = (
+                keep(key, _finite(key, tensor.to(device, TORCH_DTYPES[dtype]), tensor))
+                for key, tensor in self.stored.items()
+            )
             return {key: kept for each in moved for key, kept in each.items()}
         check_memory(f"{self.name}: its weights", kept_bytes(self.spec, formats, dtype), device)
         return random_quantised(self.spec, seed, formats, dtype, device)
@@ -115,6 +123,19 @@ def open_source(given: str) -> Source:
     from flywheel.models.checkpoint import load_weights
 
     return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)), None, name)
+
+
+def _finite(key: str, tensor: Tensor, stored: Tensor) -> Tensor:
+    """The tensor, converted from `stored`. Raises WeightsError, with the first place, if it is not finite."""
+    bad = first_not_finite(tensor) if tensor.itemsize > 1 else None  # codes are checked as they are read
+    if bad is None:
+        return tensor
+    place, value = bad
+    original = float(stored[place])
+    if isfinite(original):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise WeightsError(f"tensor {key!r}: {original:g} at {list(place)} is beyond {dtype}")
+    raise WeightsError(f"tensor {key!r}: {value} at {list(place)}; supported: finite numbers")
 
 
 def has_checkpoint(folder: Path) -> bool:
