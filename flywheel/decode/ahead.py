@@ -16,12 +16,13 @@ from torch import Tensor
 from flywheel.decode.caches import Caches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import WORDS, most_asked, read_row, report
-from flywheel.decode.made import Made
+from flywheel.decode.made import Explain, Made, not_finite
 from flywheel.decode.on_gpu import torch_device
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
 from flywheel.decode.views import view
-from flywheel.errors import CacheMemoryError
+from flywheel.errors import CacheMemoryError, FlywheelError
+from flywheel.ir import NO_TOKEN
 from flywheel.plan.variant import WARP
 from flywheel.vm.gpu.loader import POSITIONS
 from flywheel.vm.gpu.ranked import AnyProgram
@@ -38,11 +39,11 @@ _WORD: Final = 4
 
 def decode_ahead(
     loaded: AnyProgram, caches: Caches, prompt: Sequence[int], positions: int, start: int,
-    sampling: Sampling, limit_s: float,
+    sampling: Sampling, limit_s: float, explain: Explain | None = None,
 ) -> TokenStream:  # fmt: skip
     """Decode one sequence as `DecodeSession.stream` does, with launches queued ahead. Closing the stream waits for the
-    queued launches. Raises as `QueuedRows.next_launch` does, and CacheMemoryError."""
-    with closing(QueuedRows(loaded, caches, 1, limit_s)) as rows:
+    queued launches. Raises as `QueuedRows.next_launch` does, and the errors of `QueuedRows.lost`."""
+    with closing(QueuedRows(loaded, caches, 1, limit_s, explain)) as rows:
         rows.begin(0, prompt, positions, start, sampling)
         while queued := rows.next_launch():
             yield from [made.token for made in queued.tokens()]
@@ -52,12 +53,14 @@ def decode_ahead(
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The state of a sequence for the next launch to queue: `position` is the position that this launch decodes."""
+    """The state of a sequence for the next launch to queue: `position` is the position that this launch decodes.
+    `text` are the tokens that the host knows."""
 
     prompt: tuple[int, ...]
     positions: int
     position: int
     sampling: Sampling
+    text: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class _Launch:
         return [
             Made(
                 row,
-                int(self.chosen[row].astype(np.int32)),
+                int(self.chosen[row]),
                 None if self.reported is None else read_row(self.reported[row], each.sampling),
             )
             for row, each in self.rows
@@ -91,10 +94,15 @@ class QueuedRows:
     position 0 of its own caches.
     """
 
-    def __init__(self, loaded: AnyProgram, caches: Caches, batch: int, limit_s: float) -> None:
+    def __init__(
+        self, loaded: AnyProgram, caches: Caches, batch: int, limit_s: float, explain: Explain | None = None
+    ) -> None:
+        """`explain` is for errors; no launch runs meanwhile."""
         self._loaded, self._caches, self._batch, self._limit_s = loaded, caches, batch, limit_s
+        self._explain = explain
         self._device = device = caches.device
         self._lost: dict[int, CacheMemoryError] = {}
+        self._spoilt: dict[int, list[int]] = {}  # row -> a text after which logits were not finite
         self._gpu = gpu = loaded.gpu
         self._on_stream = _on_stream_of(loaded, device)
         self._token_in, self._token_out = loaded.address("token_id"), loaded.address("next_token")
@@ -151,11 +159,12 @@ class QueuedRows:
             if start == len(prompt) - 1:
                 self._begin_choices(row, prompt, sampling)
             self._tokens[row] = prompt[start]
-        self._held[row] = _Row(tuple(prompt), positions, start, sampling)
+        self._held[row] = _Row(tuple(prompt), positions, start, sampling, list(prompt))
 
     def end(self, row: int) -> None:
         """Free a row."""
         self._lost.pop(row, None)
+        self._spoilt.pop(row, None)
         if self._held.pop(row, None) is not None:
             self._let_go(row)
 
@@ -178,9 +187,22 @@ class QueuedRows:
             return None
         slot, rows, width, done = self._queued.popleft()
         self._loaded.wait(done, self._limit_s)
-        chosen = self._words.array[self._tokens_at(slot) :][: self._batch].copy()
+        chosen = self._words.array[self._tokens_at(slot) :][: self._batch].copy().view(np.int32)
         report_words = self._words.array[self._report_at(slot) :][: self._batch * width].copy()
+        self._read(rows, chosen)
         return _Launch(rows, self._held, chosen, report_words.reshape(self._batch, width) if width else None)
+
+    def _read(self, rows: Sequence[tuple[int, _Row]], chosen: np.ndarray[Any, Any]) -> None:
+        """Append each row's token to its text. A row without one ends: its later launches decode other tokens."""
+        for row, each in rows:
+            if self._held.get(row) is not each:
+                continue
+            token = int(chosen[row])
+            if token == NO_TOKEN:
+                self.end(row)
+                self._spoilt[row] = each.text
+            else:
+                each.text.append(token)
 
     def _tokens_at(self, slot: int) -> int:
         return _SLOTS * POSITIONS + slot * self._batch
@@ -214,13 +236,19 @@ class QueuedRows:
             each.position += 1
         return True
 
-    def lost(self) -> dict[int, CacheMemoryError]:
-        """The rows whose caches could not grow, with the error, each reported once after all its tokens were read.
-        These rows are free."""
+    def lost(self) -> dict[int, FlywheelError]:
+        """The rows whose caches could not grow, and those whose logits are not finite, with the error, each reported
+        once after all its tokens were read. These rows are free. Raises as `next_launch`."""
         unread = {row for _, rows, _, _ in self._queued for row, _ in rows}
-        lost = {row: error for row, error in self._lost.items() if row not in unread}
+        lost: dict[int, FlywheelError] = {row: error for row, error in self._lost.items() if row not in unread}
         for row in lost:
             self.end(row)
+        spoilt, self._spoilt = self._spoilt, {}
+        if spoilt:
+            self.settle()  # with a time limit, which torch's own wait lacks
+            with self._on_stream():
+                lost |= {row: not_finite(text, self._explain) for row, text in spoilt.items()}
+            self.finish_torch()
         return lost
 
     def _grows(self, row: int, each: _Row) -> bool:

@@ -44,6 +44,9 @@ class Prefilled(Protocol):
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
         """Start the sequence of a row: read its prompt with torch."""
 
+    def explain(self, text: Sequence[int]) -> str:
+        """See `made.Explain`. No launch may be running."""
+
 
 class AwaitedLaunches:
     """Implements `decode.sequences.Stepped` for a GPU session with a loaded program. The host reads only tokens after a
@@ -83,6 +86,10 @@ class AwaitedLaunches:
         except GpuMemoryError:
             self.caches.give_back()
             within_memory(what, work)
+
+    def explain(self, text: Sequence[int]) -> str:
+        """See `made.Explain`."""
+        return self._session.explain(text)
 
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.decode.drawn import draw, logprobs_of
-from flywheel.decode.made import Made
+from flywheel.decode.made import Made, not_finite
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.stored import DTYPES, Stored, open_stored, sample_digest, sample_of, tensor_digest
 from flywheel.decode.unpacked import LAYOUTS, Part, elements
-from flywheel.errors import BundleError, CacheMemoryError, UsageError, WeightsError
-from flywheel.ir import Buffer, BufferKind
+from flywheel.errors import BundleError, FlywheelError, UsageError, WeightsError
+from flywheel.ir import NO_TOKEN, Buffer, BufferKind
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.plan.step import ABSENT
 from flywheel.vm.bundle.reading import Bundle, check_gpu
@@ -248,6 +248,7 @@ class BundledSequences:
         self._loaded, self._spec, self._context, self._limit_s = loaded, spec, context, limit_s
         self._gpu = loaded.gpu
         self._rows: dict[int, _Row] = {}
+        self._lost: dict[int, FlywheelError] = {}
         self._token_in, self._place_in = loaded.address("token_id"), loaded.address("position")
         self._token_out = loaded.address("next_token")
         with ExitStack() as undo:
@@ -279,6 +280,7 @@ class BundledSequences:
     def leave(self, row: int) -> None:
         """See `Sequences.leave`."""
         self._rows.pop(row, None)
+        self._lost.pop(row, None)
 
     def advance(self) -> list[Made]:
         """See `Sequences.advance`. The list is empty while all rows read their prompts, so that other requests can come
@@ -296,7 +298,12 @@ class BundledSequences:
             token, asked = int(chosen[row]), each.sampling
             if not asked.is_argmax or asked.logprobs is not None:
                 logits = self._loaded.read_output("logits") if logits is None else logits
-                token = token if asked.is_argmax else draw(logits[row], each.seen, asked, each.position - 1)
+                if token != NO_TOKEN and not asked.is_argmax:
+                    token = draw(logits[row], each.seen, asked, each.position - 1)
+            if token == NO_TOKEN:
+                del self._rows[row]
+                self._lost[row] = not_finite(each.tokens, None)
+                continue
             each.tokens.append(token)
             each.seen[token] = True
             made.append(Made(row, token, None if logits is None else logprobs_of(logits[row], token, asked)))
@@ -306,9 +313,10 @@ class BundledSequences:
         """See `Sequences.pick`: the first free row."""
         return free[0]
 
-    def lost(self) -> dict[int, CacheMemoryError]:
-        """See `Sequences.lost`: always empty, since all caches have their memory from the start."""
-        return {}
+    def lost(self) -> dict[int, FlywheelError]:
+        """See `Sequences.lost`. All caches have their memory from the start."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def close(self) -> None:
         """See `Sequences.close`."""

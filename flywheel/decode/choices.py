@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flywheel.decode.sampling import Sampling
+from flywheel.ir import NO_TOKEN
 
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd number whose multiples differ in all bits, so that neighbouring seeds draw independent numbers."""
@@ -65,7 +66,8 @@ class Choices:
 
     def replace(self, tokens: Tensor, logits: Tensor, positions: Mapping[int, int]) -> None:
         """Write the tokens that rows draw over the program's own choices in `tokens` [batch], integers. `positions` has
-        the positions of the launch's rows."""
+        the positions of the launch's rows. Where the program has chosen NO_TOKEN, or a row's scores are not finite, the
+        row has NO_TOKEN."""
         asked = {row: each for row, each in self._asked.items() if row in positions}
         if not asked:
             return
@@ -74,9 +76,10 @@ class Choices:
                 self._generator.manual_seed((each.seed * _SPREAD + positions[row]) % 2**63)
                 self._noise[row].exponential_(generator=self._generator)
         chosen = self._choose(logits.float(), asked)
-        tokens.copy_(torch.where(self._column("chosen")[:, 0] > 0, chosen.to(tokens.dtype), tokens))
+        drawn = (self._column("chosen")[:, 0] > 0) & (tokens != NO_TOKEN)
+        tokens.copy_(torch.where(drawn, chosen.to(tokens.dtype), tokens))
         if any(each.repetition_penalty != 1.0 for each in asked.values()):
-            self._seen.scatter_(1, tokens.long()[:, None], True)
+            self._seen.scatter_(1, tokens.long().clamp(min=0)[:, None], True)
 
     def _choose(self, scores: Tensor, asked: Mapping[int, Sampling]) -> Tensor:
         """Chosen tokens [batch] from logits. Steps that no row asks for are skipped, since they would change nothing.
@@ -86,7 +89,7 @@ class Choices:
             penalty = self._column("penalty")
             scores = torch.where(self._seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
         if all(each.is_greedy for each in every):
-            return scores.argmax(1)
+            return _first_largest(scores)
         warm = scores / self._column("temperature")
         limits = {row: each.top_k for row, each in asked.items() if 0 < each.top_k < self._vocab}
         if limits:
@@ -99,7 +102,7 @@ class Choices:
             nuclei = _nuclei(_pick(shares, rows), _pick(self._column("top_p"), rows))
             for row, nucleus in zip(rows, nuclei, strict=True):
                 shares[row] = nucleus
-        return torch.where(self._column("greedy") > 0, scores, shares / self._noise).argmax(1)
+        return _first_largest(torch.where(self._column("greedy") > 0, scores, shares / self._noise))
 
     def _column(self, name: str) -> Tensor:
         """A sampling parameter of all rows, [batch, 1]."""
@@ -108,6 +111,13 @@ class Choices:
     def _set(self, row: int, *values: float) -> None:
         for column, value in zip(self._params, values, strict=True):
             column[row] = value  # a fill each: a copy from the host would wait for all launches
+
+
+def _first_largest(scores: Tensor) -> Tensor:
+    """The index of each row's largest score, the first of equals; NO_TOKEN where that score is infinite or NaN, which
+    counts as the largest."""
+    largest, chosen = scores.max(1)
+    return torch.where(largest.isfinite(), chosen, NO_TOKEN)
 
 
 def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -142,9 +152,10 @@ def _running_sums(counted: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """The token, int64 [], after `logits` [vocab] at a position. `seen` bool [vocab] marks tokens of the text."""
+    """The token, int64 [], after `logits` [vocab] at a position; NO_TOKEN where the logits are not finite. `seen` bool
+    [vocab] marks tokens of the text."""
     choices = Choices(1, len(logits), logits.device)
     choices.begin(0, seen.nonzero()[:, 0].tolist(), sampling)
-    token = logits.argmax()[None]
+    token = _first_largest(logits[None].float())
     choices.replace(token, logits[None], {0: position})
     return token[0]

@@ -15,9 +15,10 @@ from torch import Tensor
 from flywheel.decode.ahead import QueuedRows, decode_ahead
 from flywheel.decode.awaited import AwaitedLaunches
 from flywheel.decode.caches import Caches, KvCaches
+from flywheel.decode.finite import explain_text
 from flywheel.decode.interface import Interface, read_interface
 from flywheel.decode.launched import Launched, Place, beside, places_of
-from flywheel.decode.on_gpu import ModelOnGpu, moved, torch_device
+from flywheel.decode.on_gpu import ModelOnGpu, granules_of, moved, torch_device
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.queued import QueuedSequences
 from flywheel.decode.sampling import GREEDY, Sampling
@@ -94,7 +95,7 @@ class CudaModel:
         self.weights: Final = moved(weights, devices[0], dtype)
         self.prefill: Final = Prefill(spec, self.weights)
         self.caches: Final[KvCaches | SharedCaches] = (
-            SharedCaches(spec, dtype, context, devices, batch, _granules_of(granules, peers))
+            SharedCaches(spec, dtype, context, devices, batch, granules_of(granules, peers))
             if peers
             else KvCaches(spec, dtype, context, devices[0], batch, granules, lanes)
         )
@@ -187,13 +188,6 @@ class CudaModel:
         return ranked
 
 
-def _granules_of(first: Granules | None, peers: Sequence[Gpu]) -> list[Granules]:
-    """The granules of each GPU; empty for None."""
-    found = [first, *[peer.granules() for peer in peers]] if first is not None else []
-    known = [each for each in found if each is not None]
-    return known if len(known) == len(found) else []
-
-
 class CudaSession:
     """A program on the GPU, over its model's weights and caches. Make it with `CudaModel.load`, and close it.
 
@@ -216,6 +210,7 @@ class CudaSession:
         self.lanes: Final = loaded.parts[0].packed.lanes
         self.caches: Final[Caches] = model.caches
         self._prefill: Final = model.prefill
+        self._weights: Final = model.weights
         self._finish_torch: Final = model.finish_torch
         self.taps: Final = taps
         self.shares_memory: Final = any(part.packed.shares_memory for part in loaded.parts)
@@ -269,7 +264,7 @@ class CudaSession:
         self._prepare([0] * (self.batch * self.lanes), [0] * self.batch)
         if self.lanes > 1:
             return self._stepped()
-        rows = QueuedRows(self.loaded, self.caches, self.batch, self._limit_s)
+        rows = QueuedRows(self.loaded, self.caches, self.batch, self._limit_s, self.explain)
         return QueuedSequences(rows, self.caches, self._prefill, self.batch, partial(check_join, self))
 
     def _stepped(self) -> SteppedSequences:
@@ -286,7 +281,12 @@ class CudaSession:
             self._prepare([0] * self.lanes, 0)
             return stream_by_lanes(self._stepped(), prompt, positions, start, sampling)
         self._prepare(prompt[start], positions - 1)
-        return decode_ahead(self.loaded, self.caches, prompt, positions, start, sampling, self._limit_s)
+        how = sampling, self._limit_s, self.explain
+        return decode_ahead(self.loaded, self.caches, prompt, positions, start, *how)
+
+    def explain(self, text: Sequence[int]) -> str:
+        """See `DecodeSession.explain`."""
+        return explain_text(self.spec, self._weights, self.dtype, text)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """See `JudgedSession.show`. Raises as `step`, and GpuMemoryError."""

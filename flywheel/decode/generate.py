@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from flywheel.decode.made import not_finite
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import DecodeSession
@@ -17,6 +18,7 @@ from flywheel.decode.verify import is_tie
 from flywheel.errors import MismatchError
 from flywheel.ir import DType
 from flywheel.models.eager import EagerDecoder
+from flywheel.tensors import all_finite
 
 Finish = Literal["eos", "length"]
 
@@ -50,7 +52,8 @@ def generate(
     """Run a request that was made for the session's model and context. `on_token` gets each token as it is made.
 
     With an oracle of the session's dtype and context, each token is afterwards compared with the oracle's choice after
-    the same tokens. Raises MismatchError at the first one that differs by more than rounding (`is_tie`).
+    the same tokens. Raises MismatchError at the first one that differs by more than rounding (`is_tie`), and
+    NonFiniteError where logits, the program's or the oracle's, are not finite.
     """
     tokens: list[int] = []
     last = len(request.prompt) - 1
@@ -67,14 +70,19 @@ def generate(
             if token in request.stop_ids:
                 break
     finish: Finish = "eos" if tokens[-1] in request.stop_ids else "length"
-    ties = None if oracle is None else tuple(_ties(oracle, request, tokens, session.dtype))
+    ties = None if oracle is None else tuple(_ties(oracle, request, tokens, session))
     return Generation(tuple(tokens), finish, first_s, seconds, ties)
 
 
-def _ties(oracle: EagerDecoder, request: Request, tokens: Sequence[int], dtype: DType) -> Iterator[int]:
+def _ties(
+    oracle: EagerDecoder, request: Request, tokens: Sequence[int], session: DecodeSession
+) -> Iterator[int]:
     """Indices of tokens that are not the oracle's first choice, but within rounding of it."""
     for index, token in enumerate(tokens):
-        if not _agrees(token, _expected(oracle, request, tokens[:index]), dtype, index):
+        logits = _expected(oracle, request, tokens[:index])
+        if not all_finite([logits]):
+            raise not_finite([*request.prompt, *tokens[:index]], session.explain, "the oracle's")
+        if not _agrees(token, logits, session.dtype, index):
             yield index
 
 

@@ -15,7 +15,7 @@ from flywheel.decode.compared import Oracle, gather
 from flywheel.decode.launched import Launched
 from flywheel.decode.scores import Scored
 from flywheel.decode.session import JudgedSession
-from flywheel.errors import UsageError
+from flywheel.errors import NonFiniteError, UsageError
 from flywheel.ir import DType
 from flywheel.measure.verdict import Verdict, judge
 from flywheel.models.eager import LayerCache, OracleWeights
@@ -37,6 +37,9 @@ _EDGE: Final = 16
 _HEAVY: Final = 4.0
 """Gain of the values of the first and last row of each `_EDGE` rows, where windows begin and end."""
 
+_RANGE: Final = 512.0
+"""More than the largest cached number over its deviation, so that no row of a half type overflows."""
+
 _STRIDE: Final = 7919
 """Offset in elements between the noise of one layer and of the next."""
 
@@ -57,7 +60,7 @@ class Judge:
     `tokens` [positions, batch], unless given, and caches are random, from `seed`. The caches hold keys whose scores
     with the oracle's own queries follow FLAT, NEEDLE and GAINS. `logits` [positions, batch, vocab] are the oracle's,
     where each operation works on the oracle's own values. Raises UsageError for no positions, and for one outside the
-    context.
+    context, and NonFiniteError if the oracle's own tensors are not finite, so that nothing could be compared with them.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Judge:
         drawing = _Drawing(noise, self.past, gains, self.positions)
         tokens_there, at = self.tokens.to(weights.device), torch.tensor(self.positions, device=weights.device)
         run_forced(weights, tokens_there, at, drawing)
+        drawing.require_finite()
         self._oracle: Final = Oracle(weights, tokens_there, at, self.past, gains)
         self.logits: Final = drawing.logits[0].view(len(tried), batch, -1)
 
@@ -191,6 +195,8 @@ class _Drawing:
     gains: Tensor
     positions: tuple[int, ...]
     logits: list[Tensor] = field(default_factory=list)
+    finite: dict[str, Tensor] = field(default_factory=dict)
+    """Whether each row of a tensor is finite, [rows], in the order of the operations."""
 
     def groups(self, n_layers: int) -> Iterable[range]:
         return (range(layer, layer + 1) for layer in range(n_layers))
@@ -199,9 +205,20 @@ class _Drawing:
         raise AssertionError("no layer goes with another")
 
     def take(self, names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
-        if names == ("logits",):
+        (name,) = names
+        self.finite[name] = made[0].isfinite().all(-1)
+        if name == "logits":
             self.logits.append(made[0])
         return made
+
+    def require_finite(self) -> None:
+        """Raises NonFiniteError, with its place, if a tensor so far is not finite. Waits for the device."""
+        wrong = ~torch.stack(list(self.finite.values())).cpu()
+        if bool(wrong.any()):
+            place, row = divmod(int(wrong.flatten().to(torch.uint8).argmax()), wrong.shape[1])
+            at, row = divmod(row, self.past_rows.shape[2])
+            where = f"position {self.positions[at]}, row {row}, {list(self.finite)[place]}"
+            raise NonFiniteError(f"{where}: not finite in the oracle itself, so no program can be compared with it")
 
     def past(self, layers: range, q: Tensor, v: Tensor) -> Past:
         (layer,), q, v = layers, q[0], v[0]
@@ -212,7 +229,7 @@ class _Drawing:
                 FLAT * sqrt(head_dim) / queries.square().sum(-1).mean((0, 2)).sqrt(),
                 v.float().square().mean((0, 2)).sqrt(),
             )
-        )  # [2, n_kv_heads]
+        ).clamp(max=torch.finfo(rows.dtype).max / _RANGE)  # [2, n_kv_heads]; queries may be 0
         drawn = self.noise.flatten().roll(layer * _STRIDE).view(self.noise.shape) * sizes[:, None, :, None, None]
         edge = torch.arange(drawn.shape[-2], device=drawn.device) % _EDGE
         drawn[1].mul_(torch.where((edge == 0) | (edge == _EDGE - 1), _HEAVY, 1.0)[:, None])
@@ -230,6 +247,8 @@ class _Drawing:
         if place >= self.positions[-2]:
             return
         batch = len(keys)
+        if not bool(queries.isfinite().all()):
+            self.require_finite()  # pinv takes no other
         own = queries.view(-1, batch, *queries.shape[1:])[-2].double()  # [batch, n_kv_heads, group, head_dim]
         wanted = torch.full(
             (*own.shape[:-1], 1), NEEDLE * sqrt(own.shape[-1]) / GAINS[1], dtype=own.dtype, device=own.device

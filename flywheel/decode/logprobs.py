@@ -4,6 +4,7 @@ tokens."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -34,10 +35,12 @@ def report(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 
 def read_row(words: npt.NDArray[Any], sampling: Sampling) -> Logprobs | None:
-    """The log-probabilities that a sampling asks for, from a row of `report` in any 32-bit type."""
+    """The log-probabilities that a sampling asks for, from a row of `report` in any 32-bit type. Tokens whose logit is
+    -inf are not among the likeliest."""
     if sampling.logprobs is None:
         return None
     most = (len(words) - 1) // 2
     shares = words[: 1 + most].view(np.float32).tolist()
     ids = words[1 + most :].view(np.int32).tolist()
-    return Logprobs(shares[0], tuple(zip(ids, shares[1:], strict=True))[: sampling.logprobs])
+    likeliest = list(zip(ids, shares[1:], strict=True))[: sampling.logprobs]
+    return Logprobs(shares[0], tuple([(token, share) for token, share in likeliest if share > -inf]))

@@ -1,9 +1,15 @@
-"""A token that a launch made, and its log-probabilities."""
+"""A token that a launch made, and its log-probabilities; the error where it made none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from flywheel.errors import NonFiniteError
+
+Explain = Callable[[Sequence[int]], str]
+"""What an error about a text says of the first tensor that is not finite; empty where nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +27,9 @@ class Made(NamedTuple):
     row: int
     token: int
     logprobs: Logprobs | None = None
+
+
+def not_finite(text: Sequence[int], explain: Explain | None, whose: str = "the") -> NonFiniteError:
+    """The error that ends a sequence whose logits after `text` are not finite. `whose` logits they are."""
+    told = "" if explain is None else explain(text)
+    return NonFiniteError(f"position {len(text) - 1}: {whose} logits are not finite{told}")

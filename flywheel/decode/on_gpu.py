@@ -19,6 +19,7 @@ from flywheel.plan import KernelVariant
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
+from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights, put_weights
 from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
@@ -56,6 +57,13 @@ def moved(weights: Weights, device: torch.device, dtype: DType) -> Weights:
         key: tensor.detach().to(device, tensor.dtype if is_part(key) else wanted).contiguous()
         for key, tensor in weights.items()
     }
+
+
+def granules_of(first: Granules | None, peers: Sequence[Gpu]) -> list[Granules]:
+    """The granules of each GPU; empty for None."""
+    found = [first, *[peer.granules() for peer in peers]] if first is not None else []
+    known = [each for each in found if each is not None]
+    return known if len(known) == len(found) else []
 
 
 def torch_device(gpu: Gpu) -> torch.device:

@@ -8,6 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from flywheel.decode.caches import Caches
+from flywheel.tensors import all_finite
 
 LEAST: Final = 16
 """Shortest shared prefix, in tokens, that is worth copying."""
@@ -36,15 +37,21 @@ class Prefixes:
 
     def reuse(self, row: int, prompt: Sequence[int], wanted: bool) -> int:
         """Copy the longest cached prefix of a prompt, from any row, into the caches of `row`; with `wanted` false,
-        reuse nothing. Returns its number of positions. No launch may be running. Raises CacheMemoryError."""
+        reuse nothing. Returns its number of positions, 0 if some are not finite. No launch may be running. Raises
+        CacheMemoryError."""
         source, length = self._longest(prompt) if wanted else (row, 0)
         there = length >= LEAST and self._caches.reaches(source, length)
         self._caches.hold(row, len(prompt), may_take=True)  # this may take the other row's memory
         self._tokens.pop(row, None)
         if not there or not self._caches.reaches(source, length):
             return 0
-        self._caches.copy(source, row, length, self._first[source])
-        return length
+        first = self._first[source]
+        self._caches.copy(source, row, length, first)
+        sides = (side for layer in range(len(first)) for side in self._caches.seen(layer, row, length))
+        if all_finite(sides):
+            return length
+        self._tokens.pop(source, None)
+        return 0
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         """Record that the caches of a row hold a prompt without its last token."""

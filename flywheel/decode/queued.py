@@ -11,7 +11,7 @@ from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.prefixes import Prefixes
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import CacheMemoryError, GpuMemoryError, UsageError
+from flywheel.errors import CacheMemoryError, FlywheelError, GpuMemoryError, UsageError
 
 CheckJoin = Callable[[Sequence[int], int], None]
 
@@ -83,8 +83,8 @@ class QueuedSequences:
                 return tokens
         return []
 
-    def lost(self) -> dict[int, CacheMemoryError]:
-        """See `Sequences.lost`."""
+    def lost(self) -> dict[int, FlywheelError]:
+        """See `Sequences.lost`. Raises as `QueuedRows.next_launch`."""
         lost = self._rows.lost()
         self._taken.difference_update(lost)
         return lost

@@ -25,7 +25,8 @@ multiplies two rows that may each have been rounded, and its largest elements ar
 
 
 def score(got: Tensor, want: Tensor, parts: int = 1) -> Tensor:
-    """The error of each part of each row: [..., rows, parts] from [..., rows, width]; inf if there is a NaN.
+    """The error of each part of each row: [..., rows, parts] from [..., rows, width]; inf where either holds a
+    NaN or an infinity, or elements too large to square.
 
     The error is the larger of two: the root mean square (RMS) of the difference, relative to the RMS of `want`; and the
     largest error of an element, relative to PEAK times the sum of the element and that RMS. The RMS of a part includes
@@ -37,7 +38,7 @@ def score(got: Tensor, want: Tensor, parts: int = 1) -> Tensor:
     size = _size(wanted)
     spread = _size(error) / (size + tiny)
     peak = (error / (wanted.abs() + size.unsqueeze(-1) + tiny)).amax(-1) / PEAK
-    return torch.maximum(spread, peak).nan_to_num(inf, inf)
+    return torch.where(size.isfinite(), torch.maximum(spread, peak), inf).nan_to_num(inf, inf)
 
 
 def _size(values: Tensor) -> Tensor:
@@ -75,7 +76,9 @@ class Scored:
 
 
 def _layer(name: str) -> float:
-    """The layer of a tensor; infinity for a tensor outside the layers."""
+    """The layer of a tensor: -1 for the embedded token, infinity for what comes after the layers."""
+    if name == "x_out":
+        return -1
     prefix = name.split(".")[0]
     return int(prefix[1:]) if prefix.startswith("L") and prefix[1:].isdigit() else inf
 

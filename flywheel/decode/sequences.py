@@ -12,11 +12,12 @@ from flywheel.decode.caches import Caches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import most_asked, read_row, report
 from flywheel.decode.lookup import Lookup, accepted
-from flywheel.decode.made import Made
+from flywheel.decode.made import Made, not_finite
 from flywheel.decode.prefixes import Prefixes
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.step import Positions, Step, check_place, check_prompt
-from flywheel.errors import CacheMemoryError, UsageError
+from flywheel.errors import CacheMemoryError, FlywheelError, UsageError
+from flywheel.ir import NO_TOKEN
 from flywheel.models.spec import DecoderSpec
 
 
@@ -49,9 +50,9 @@ class Sequences(Protocol):
         """The tokens of one launch, for each sequence that has not reached its end. Empty if no sequence is left, or if
         there are no tokens yet."""
 
-    def lost(self) -> dict[int, CacheMemoryError]:
-        """Rows that lost their sequence since the last call because memory for the caches ran out, with the error. They
-        are free."""
+    def lost(self) -> dict[int, FlywheelError]:
+        """Rows that lost their sequence since the last call, with the error: CacheMemoryError if memory for the caches
+        ran out, NonFiniteError if logits are not finite. They are free."""
 
     def close(self) -> None:
         """Free all rows and their memory."""
@@ -88,6 +89,9 @@ class Stepped(Protocol):
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
         """Start the sequence of a row: read its prompt from `start` on. Earlier positions are cached."""
 
+    def explain(self, text: Sequence[int]) -> str:
+        """See `made.Explain`. No launch may be running."""
+
 
 class Closing(Protocol):
     """An object that owns memory."""
@@ -120,7 +124,7 @@ class SteppedSequences:
         self._session, self._owned = session, owned
         self._lanes, self._last = session.lanes, session.context - session.lanes
         self._rows: dict[int, _Row] = {}
-        self._lost: dict[int, CacheMemoryError] = {}
+        self._lost: dict[int, FlywheelError] = {}
         self._prefixes = Prefixes(session.caches)
         self._choices = Choices(session.batch, session.spec.vocab, torch.device("cpu"))
 
@@ -154,6 +158,7 @@ class SteppedSequences:
     def leave(self, row: int) -> None:
         """See `Sequences.leave`."""
         self._rows.pop(row, None)
+        self._lost.pop(row, None)
         self._choices.free(row)
         self._prefixes.leave(row)
         self._session.caches.leave(row)
@@ -186,13 +191,16 @@ class SteppedSequences:
                 continue
             first, guesses = self._spoken(row, asked[row]), asked[row].guesses
             count = accepted(guesses, chosen[first : first + 1 + len(guesses)])
-            count = min(count, each.positions - each.position)
-            each.extend(chosen[first : first + count])
-            made += [(first + place, row) for place in range(count)]
-            for token in chosen[first : first + count]:
+            tokens = chosen[first : first + min(count, each.positions - each.position)]
+            if NO_TOKEN in tokens:
+                tokens = tokens[: tokens.index(NO_TOKEN)]
+                self._lost[row] = not_finite([*each.text, *tokens], self._session.explain)
+            each.extend(tokens)
+            made += [(first + place, row) for place in range(len(tokens))]
+            for token in tokens:
                 self._prefixes.add(row, token)
         most = most_asked(each.sampling for each in speaking.values())
-        if most is None:
+        if most is None or not made:
             return [Made(row, chosen[place]) for place, row in made]
         logits = torch.stack([steps[place].logits for place, _ in made]).cpu()
         found = report(logits, torch.tensor([chosen[place] for place, _ in made]), most).numpy()
@@ -223,21 +231,24 @@ class SteppedSequences:
         for row in speaking:
             chosen[places[row]] = int(tokens[row])
 
-    def lost(self) -> dict[int, CacheMemoryError]:
+    def lost(self) -> dict[int, FlywheelError]:
         """See `Sequences.lost`."""
-        for row in self._lost:
-            self.leave(row)
         lost, self._lost = self._lost, {}
+        for row in lost:
+            self.leave(row)
         return lost
 
     def _grows(self, row: int) -> bool:
-        """Get memory for the next launch of a row; False if there is none."""
+        """Get memory for the next launch of a row; False if there is none, or the row has lost its sequence."""
+        if row in self._lost:
+            return False
         try:
             place = min(self._rows[row].position, self._last)
             self._session.caches.hold(row, place + self._lanes, may_take=True)
         except CacheMemoryError as error:
             self._lost[row] = error
-        return row not in self._lost
+            return False
+        return True
 
     def close(self) -> None:
         """See `Sequences.close`."""

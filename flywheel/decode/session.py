@@ -10,8 +10,10 @@ from torch import Tensor
 
 from flywheel.decode.caches import Caches, KvCaches
 from flywheel.decode.choices import choose
+from flywheel.decode.finite import explain_text
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
+from flywheel.decode.made import not_finite
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import Sequences, SteppedSequences, stream_by_lanes
@@ -19,7 +21,7 @@ from flywheel.decode.source import Weights
 from flywheel.decode.step import Positions, Step, check_prompt, check_rows, lane_places, positions_of
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.decode.whole import as_whole
-from flywheel.ir import DType, MegakernelProgram
+from flywheel.ir import NO_TOKEN, DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
 from flywheel.models.quantise import typed
 from flywheel.models.spec import DecoderSpec
@@ -62,8 +64,12 @@ class DecodeSession(Protocol):
         """The tokens after a prompt, chosen by `sampling`. One launch decodes each position from `start` to `positions`
         - 1. The caches hold the positions before `start`, which is at most the position of the prompt's last token.
 
-        Raises UsageError for a token or position out of range.
+        Raises UsageError for a token or position out of range, and NonFiniteError, after the tokens before, for logits
+        that are not finite.
         """
+
+    def explain(self, text: Sequence[int]) -> str:
+        """See `made.Explain`. No launch may be running."""
 
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         """Replace the caches by copies of `layers`; positions after theirs hold nothing."""
@@ -75,13 +81,16 @@ def stream_by_steps(
     """Implements `DecodeSession.stream` with `step`."""
     seen = torch.zeros(session.spec.vocab, dtype=torch.bool)
     seen[list(prompt)] = True
-    token = -1
+    text = list(prompt)
     for position in range(start, positions):
-        step = session.step(prompt[position] if position < len(prompt) else token, position)
+        step = session.step(text[position], position)
         if position < len(prompt) - 1:
             continue
         token = step.token if sampling.is_argmax else int(choose(step.logits.cpu(), seen, sampling, position))
+        if token == NO_TOKEN:
+            raise not_finite(text, session.explain)
         yield token
+        text.append(token)
         seen[token] = True
 
 
@@ -228,6 +237,10 @@ class ReferenceSession:
             return Launched(memory[None], places_of(program, names, starts))
         parts = [part for name in names for part in self._whole.parts[name]]
         return self._whole.gather(Launched(memory[None], places_of(program, parts, starts)), names)
+
+    def explain(self, text: Sequence[int]) -> str:
+        """See `DecodeSession.explain`."""
+        return explain_text(self.spec, self._weights, self.dtype, text)
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """See `BatchSession.write_cache`. Raises UsageError for a wrong number of layers, or too many positions."""

@@ -16,7 +16,8 @@ Positions = int | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one launch for a sequence: `logits`, float32 [vocab], and the token that the program chose."""
+    """The result of one launch for a sequence: `logits`, float32 [vocab], and the token that the program chose. That is
+    NO_TOKEN if the largest logit is not finite."""
 
     logits: Tensor
     token: int

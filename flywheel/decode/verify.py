@@ -13,10 +13,11 @@ from flywheel.decode.scores import score
 from flywheel.decode.session import BatchSession, DecodeSession, JudgedSession
 from flywheel.decode.source import Weights
 from flywheel.decode.step import Step
+from flywheel.errors import NonFiniteError
 from flywheel.ir import DType
 from flywheel.measure.verdict import BOUND, FREE_RUNNING, REPEATED, Verdict, judge
 from flywheel.models.eager import EagerDecoder, OracleWeights
-from flywheel.tensors import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES, all_finite
 
 
 def default_positions(context: int) -> tuple[int, ...]:
@@ -76,7 +77,9 @@ def judge_repeated(steps: Sequence[Step], logits: Tensor, position: int, dtype: 
 def is_tie(logits: Tensor, token: int, dtype: DType) -> bool:
     """Whether rounding alone may explain that a program chose `token` over the first choice of the oracle's `logits`:
     in half types, if their logits differ by no more than the error allowed for a whole step. False for an id outside
-    the vocabulary."""
+    the vocabulary. Raises NonFiniteError for logits that are not finite, which nothing is within rounding of."""
+    if not all_finite([logits]):
+        raise NonFiniteError("a tie: the oracle's logits are not finite")
     if dtype is DType.F32 or not 0 <= token < len(logits):
         return False
     return float(logits.max() - logits[token]) <= FREE_RUNNING[dtype.name] * float(logits.abs().max())

@@ -236,7 +236,7 @@ class Batch:
             if answer.is_over:
                 self._free(made.row)
 
-    def _lose(self, row: int, error: CacheMemoryError) -> None:
+    def _lose(self, row: int, error: FlywheelError) -> None:
         """End the answer of a row that is already free."""
         answer = self._decoding().get(row)
         if answer is not None:

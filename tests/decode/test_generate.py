@@ -42,6 +42,9 @@ class Scripted:
     ) -> TokenStream:
         return stream_by_steps(self, prompt, positions, start, sampling)
 
+    def explain(self, text: Sequence[int]) -> str:
+        return ""
+
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         raise AssertionError("generation starts from nothing")
 
@@ -91,8 +94,8 @@ def test_the_first_other_token_is_named(spec: DecoderSpec, opened: Opened) -> No
 
 
 def test_a_token_outside_the_vocabulary_is_a_mismatch(spec: DecoderSpec, opened: Opened) -> None:
-    with pytest.raises(MismatchError, match="got -1"):
-        generate(Scripted(spec, [-1], DType.BF16), Request((3,), 1), opened(dtype=DType.BF16)[1])
+    with pytest.raises(MismatchError, match="got -2"):
+        generate(Scripted(spec, [-2], DType.BF16), Request((3,), 1), opened(dtype=DType.BF16)[1])
 
 
 def test_a_fault_shows_in_the_tokens(lowered: Callable[..., MegakernelProgram], opened: Opened) -> None:

@@ -1,0 +1,102 @@
+"""Finds the first tensor of a decode step that is not finite, for the error that ends a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.decode.memory import within_memory
+from flywheel.errors import GpuMemoryError
+from flywheel.ir import DType
+from flywheel.models.eager import OracleWeights
+from flywheel.models.forced import Past, run_forced
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import WeightsOnRequest
+from flywheel.tensors import TORCH_DTYPES, first_not_finite
+
+_CHUNK: Final = 128
+"""Tokens of a text that are computed at a time, to limit the memory of scores."""
+
+_WEIGHTS: Final = MappingProxyType(
+    {
+        "q": "q_proj", "k": "k_proj", "v": "v_proj", "attn_out": "o_proj", "gate": "gate_proj", "up": "up_proj",
+        "mlp_out": "down_proj", "logits": "lm_head",
+    }
+)  # fmt: skip
+"""A tensor of the step -> the weight that a product makes it of."""
+
+
+def explain_text(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
+    """An `Explain` of `made` by the weights, and by the oracle's tensors over the text, each rounded to `dtype`.
+
+    It takes as long as reading the text as a prompt. It is empty where there is no memory for it, and for
+    WeightsOnRequest, which take minutes to make.
+    """
+    if isinstance(weights, WeightsOnRequest):
+        return ""
+    for key, tensor in weights.items():
+        bad = first_not_finite(tensor) if tensor.itemsize > 1 else None
+        if bad is not None:
+            return f"; weight {key!r} is {bad[1]} at {list(bad[0])}"
+    try:
+        own = OracleWeights(spec, weights, TORCH_DTYPES[dtype], next(iter(weights.values())).device)
+        return within_memory("the oracle", lambda: _explained(own, text))
+    except GpuMemoryError:
+        return ""
+
+
+def _explained(own: OracleWeights, text: Sequence[int]) -> str:
+    watching = _Watching(own)
+    for start in range(0, len(text), _CHUNK):
+        tokens = torch.tensor(text[start : start + _CHUNK], device=own.device)
+        watching.start = start
+        run_forced(own, tokens[:, None], torch.arange(start, start + len(tokens), device=own.device), watching)
+        if watching.found is not None:
+            return f"; first in {watching.found}"
+    return "; the oracle's tensors are all finite"
+
+
+@dataclass(slots=True)
+class _Watching:
+    """Rounds each tensor to the weights' dtype, as a program with a buffer for each does, and notes the first that is
+    not finite. Implements `Hand`, for chunks of one text that begins at position 0."""
+
+    own: OracleWeights
+    start: int = 0
+    found: str | None = None
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """Keys and values so far by name, [n_kv_heads, positions, head_dim]."""
+
+    def groups(self, n_layers: int) -> Iterable[range]:
+        return (range(layer, layer + 1) for layer in range(n_layers))
+
+    def given(self, layers: range) -> Tensor:
+        raise AssertionError("no layer goes with another")
+
+    def take(self, names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
+        (name,) = names
+        rounded = made if name == "logits" else made.to(self.own.dtype).to(made.dtype)
+        if self.found is None:
+            bad = first_not_finite(rounded)
+            if bad is not None:
+                self.found = _place(name, self.start + bad[0][1], bad[1], self.own.dtype)
+        if name.endswith("_cache"):
+            new = rounded[0].to(self.own.dtype).view(rounded.shape[1], parts, -1).transpose(0, 1)
+            self.rows[name] = torch.cat((self.rows[name], new), 1) if name in self.rows else new
+        return rounded
+
+    def past(self, layers: range, q: Tensor, v: Tensor) -> Past:
+        keys, values = (self.rows[f"L{layers.start}.{side}_cache"][None, None] for side in "kv")
+        return Past(keys, values, torch.ones(q.shape[1], device=q.device))
+
+
+def _place(name: str, position: int, value: float, dtype: torch.dtype) -> str:
+    layer, dot, tensor = name.rpartition(".")
+    weight = f" ({_WEIGHTS[tensor]})" if tensor in _WEIGHTS else ""
+    where = f"layer {layer[1:]}, {tensor}" if dot else tensor
+    return f"{where}{weight}: {value} in {str(dtype).removeprefix('torch.')}, at position {position}"
