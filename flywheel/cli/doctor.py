@@ -66,6 +66,7 @@ def doctor(probe: bool, store: str, as_json: bool) -> None:  # fmt: skip
             "target": _match(environment.device),
             "missing": missing_modules(),
         },
+        "presence": _presences(),
         "store": _store(store, environment.gpu),
     }
     if as_json:
@@ -95,6 +96,21 @@ def _match(device: Device | None) -> str | None:
         found = target_of(device)
         return None if found is None else found.name
     return (target_of(device) or seen).name
+
+
+def _presences() -> list[dict[str, Any]]:
+    """Who is on each GPU, and what it does now. `processes` is null if the driver does not tell."""
+    from flywheel.measure.environment import list_gpus
+    from flywheel.vm.gpu.nvml import read_presence
+
+    found = []
+    for gpu, device in list_gpus():
+        presence = asdict(read_presence(gpu, at_work=False))
+        others = presence.pop("others")
+        del presence["mixed"], presence["strangers"]
+        processes = None if others is None else list(others)
+        found.append({"gpu": gpu, "name": device.name, **presence, "processes": processes})
+    return found
 
 
 def _probe(url: str, environment: Environment) -> None:
@@ -161,6 +177,7 @@ def _show(report: dict[str, Any]) -> None:
         *((f"[{extra}]", "installed" if not absent else f"not installed ({', '.join(absent)} missing)")
           for extra, absent in report["extras"].items()),
         ("GPU", _gpu_line(gpu)),
+        *(("on it", _presence_line(presence)) for presence in report["presence"]),
         ("measured", _ceiling_line(gpu, store["ceiling"])),
         *(("link", _link_line(link)) for link in store["links"]),
         ("store", _store_line(store)),
@@ -179,6 +196,25 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
             f"; latencies are predicted until {install_line('cuda', 'torch')} ({', '.join(gpu['missing'])} missing)"
         )
     return f"{gpu['name']}, driver {gpu['driver']}: {target}"
+
+
+def _presence_line(presence: dict[str, Any]) -> str:
+    """The line that says who is on a GPU, and what it does."""
+    from flywheel.measure.tenants import Tenant, named
+
+    processes = presence["processes"]
+    who = "the driver does not tell who"
+    if processes is not None:
+        who = named([Tenant(**each) for each in processes]) or "no process that the driver lists"
+    facts = [
+        None if presence["free_bytes"] is None
+        else f"{presence['free_bytes']:,} of {presence['total_bytes']:,} bytes free",
+        None if presence["utilisation_percent"] is None else f"{presence['utilisation_percent']} % busy",
+        None if presence["sm_clock_mhz"] is None
+        else f"clocks {presence['sm_clock_mhz']} and {presence['mem_clock_mhz']} MHz",
+        None if presence["throttle"] in (None, "none") else f"held down by {presence['throttle']}",
+    ]  # fmt: skip
+    return "; ".join([f"{presence['name']}: {who}", *filter(None, facts)])
 
 
 def _ceiling_line(gpu: dict[str, Any], ceiling: dict[str, Any] | None) -> str | None:

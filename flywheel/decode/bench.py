@@ -11,10 +11,10 @@ import torch
 
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch, time_sessions
 from flywheel.decode.judge import Examined, Judge
+from flywheel.decode.memory import memory_named
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source
 from flywheel.decode.verify import default_positions, judge_repeated
-from flywheel.errors import GpuMemoryError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.contest import Contest
 from flywheel.measure.dismissal import is_settled
@@ -24,6 +24,7 @@ from flywheel.measure.outcome import Implausible, Incorrect, Measured, TrialOutc
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.models.quantise import kept_bytes
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.peers import open_gpus
 from flywheel.vm.gpu.timing import summarise
@@ -61,7 +62,9 @@ class CudaBench:
     ) -> None:
         gpu, *peers = open_gpus(ranks)
         prepare_torch()
-        try:
+        self._name: Final = source.name
+        held = kept_bytes(source.spec, formats, dtype)
+        with memory_named(f"{source.name}: {held:,} bytes of weights, held twice while schedules are verified"):
             weights = weights_for(source, dtype, seed, formats, [gpu, *peers])
             self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch, peers=peers)
             own = OracleWeights(source.spec, self._model.weights, TORCH_DTYPES[dtype], "cuda")
@@ -69,8 +72,6 @@ class CudaBench:
             torch.cuda.empty_cache()  # the VM allocates memory outside torch
             if ranks == 1:
                 self._model.pack_matrices()
-        except torch.OutOfMemoryError as error:
-            raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
         self._last: Final = (self._judge.tokens[-1].tolist(), self._judge.positions[-1])
         self._rivals: Sequence[MegakernelProgram | AnyPacked] = ()
         self._rival_programs: list[MegakernelProgram] = []
@@ -82,7 +83,7 @@ class CudaBench:
         Raises as `CudaModel.load_packed` and `pack_any`, LaunchTimeoutError and GpuFaultError.
         """
         packed = _packed(program)
-        with self._model.load_packed(packed) as session:
+        with memory_named(self._name), self._model.load_packed(packed) as session:
             examined = self._judge.examine(session)
             if not examined.verdict.passed:
                 return Incorrect(examined.verdict, str(examined.verdict.reason))
@@ -102,7 +103,7 @@ class CudaBench:
         round loads all programs again and in another order, so that placement in memory is not mistaken for speed. The
         rounds end early once one program `is_settled` to be the fastest.
         """
-        with ExitStack() as undo:
+        with memory_named(self._name), ExitStack() as undo:
             undo.callback(self._drop_rivals)  # whatever stops the candidate's launches stops theirs
             if rounds == 1:
                 contest = self._compare_once(_packed(program), rivals)

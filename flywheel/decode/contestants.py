@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -16,10 +15,11 @@ from flywheel.decode.bench import judge_latency
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.lineup import Form, Plan, Rival, refusal
+from flywheel.decode.memory import asked, is_exhausted, memory_named
 from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.decode.source import Source, Weights
 from flywheel.decode.verify import default_positions, judge_free, judge_repeated
-from flywheel.errors import GpuMemoryError, KernelCompileError
+from flywheel.errors import KernelCompileError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.floor import floor_us, weight_bytes_read
@@ -117,8 +117,10 @@ class Contests:
             return GraphedStep(self._gpu, self._source, fused, self._dtype, context, rival, made)
         except KernelCompileError as error:
             outcome: Rejected | NoMemory = Rejected(("rival",), str(error))
-        except torch.OutOfMemoryError as error:
-            outcome = NoMemory(str(error).partition("\n")[0])
+        except RuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            outcome = NoMemory(asked(error))
         torch.cuda.empty_cache()  # memory of a rival that could not run
         say(f"{rival.name} does not run: {outcome.reason}")
         return Entry(rival.name, rival.how, outcome)
@@ -308,10 +310,3 @@ def judge_session(session: CudaSession, examined: Examined, position: int) -> Ve
     return judge_repeated(session.read_rows(), examined.logits, position, session.dtype)
 
 
-@contextmanager
-def memory_named(name: str) -> Iterator[None]:
-    """Within the block, turn torch's out-of-memory errors into GpuMemoryError with the model's name."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise GpuMemoryError(f"{name}: {str(error).splitlines()[0]}") from error

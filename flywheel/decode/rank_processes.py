@@ -17,6 +17,7 @@ import torch
 from torch.distributed import TCPStore, destroy_process_group, init_process_group  # type: ignore[attr-defined]
 
 from flywheel.children import start_child
+from flywheel.decode.memory import asked, is_exhausted
 from flywheel.errors import FlywheelError, GpuMemoryError, NoGpuError, WorkerDiedError
 from flywheel.process import enter_child, set_environment
 from flywheel.vm.client import death_of
@@ -164,13 +165,11 @@ def _serve(
         connection.send(Answer(work(rank, *arguments)))
     except FlywheelError as error:
         connection.send(Failure(error, caused=True))
-    except torch.OutOfMemoryError as error:
-        connection.send(Failure(GpuMemoryError(f"{place}: {_line_of(error)}"), caused=True))
     except RuntimeError as error:  # also torch.distributed's, when another rank has died
-        connection.send(Failure(WorkerDiedError(f"{place}: {_line_of(error)}"), caused=False))
+        full = is_exhausted(error)
+        kind = GpuMemoryError if full else WorkerDiedError
+        connection.send(Failure(kind(f"{place}: {asked(error)}"), caused=full))
     else:
         destroy_process_group()
 
 
-def _line_of(error: RuntimeError) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -11,10 +11,11 @@ from typing import Final
 
 import torch
 
-from flywheel.decode.contestants import OURS, Record, Runner, judge_session, memory_named, time_round
+from flywheel.decode.contestants import OURS, Record, Runner, judge_session, time_round
 from flywheel.decode.cuda import CudaModel, prepare_torch
 from flywheel.decode.judge import Judge
 from flywheel.decode.lineup import Plan, Rival
+from flywheel.decode.memory import memory_named
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.ranked_rivals import WARMUP, Behind, RankedRival, RankedWork
 from flywheel.decode.source import Source, Weights

@@ -11,10 +11,11 @@ import torch
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.interface import read_interface
 from flywheel.decode.judge import Examined, Judge
+from flywheel.decode.memory import memory_named
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source
 from flywheel.decode.verify import default_positions, judge_repeated
-from flywheel.errors import GpuMemoryError, MismatchError, UsageError
+from flywheel.errors import MismatchError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import Verdict
@@ -57,7 +58,7 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
     place = interface.context - 1 if position is None else position
     prepare_torch()
     gpu, *peers = open_gpus(program.ranks)
-    try:
+    with memory_named(source.name):
         formats = formats_of_program(program, interface.dtype)
         weights = weights_for(source, interface.dtype, seed, formats, [gpu, *peers])
         own = OracleWeights(source.spec, weights, TORCH_DTYPES[interface.dtype], "cuda")
@@ -79,8 +80,6 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
                 traced_us, trace = session.trace(tokens, place, warmup=_WARMUP)
                 logits = torch.stack([step.logits for step in judged])
                 _refuse(judge_repeated(session.read_rows(), logits, place, session.dtype), ", while traced")
-    except torch.OutOfMemoryError as error:
-        raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
     name = f"{program.ranks} x {gpu.name}" if peers else gpu.name
     return TracedStep(name, interface.batch, place, verdict, latency, traced_us, trace)
 

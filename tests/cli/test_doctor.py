@@ -14,8 +14,10 @@ from click.testing import Result
 from flywheel.cli.doctor import DEPENDENCIES, EXTRAS
 from flywheel.errors import NoGpuError
 from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.device import Device
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.peer_link import PeerLink
+from flywheel.measure.tenants import Presence, Tenant
 from flywheel.store.sql import open_store
 from flywheel.vm.gpu.link_probes import ProbedLink
 from flywheel.vm.gpu.probes import Probed
@@ -123,3 +125,31 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
     """This machine has the GPU of that name, or none."""
     environment = replace(capture_environment(), gpu=gpu, driver=None if gpu is None else "1")
     monkeypatch.setattr("flywheel.measure.environment.capture_environment", lambda: environment)
+
+
+def test_doctor_shows_who_is_on_each_gpu_and_what_it_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Presence(
+        (Tenant(4711, "train", 77_000, 90), Tenant(12)), 2, False, 91, 1_000, 80_000, 1980, 2619, "hw_thermal"
+    )
+    told = {"GPU-1": busy, "GPU-2": Presence((), 0, throttle="none"), "GPU-3": Presence()}
+    monkeypatch.setattr(
+        "flywheel.measure.environment.list_gpus", lambda: [(gpu, Device("NVIDIA H100")) for gpu in told]
+    )
+    monkeypatch.setattr("flywheel.vm.gpu.nvml.read_presence", lambda gpu, at_work: told[gpu])
+    lines = [line.split(maxsplit=2)[2] for line in run("doctor").stdout.splitlines() if line.startswith("on it")]
+    assert lines == [
+        "NVIDIA H100: pid 4711 (train, 77,000 bytes, 90 % busy), pid 12; 1,000 of 80,000 bytes free; 91 % busy; clocks "
+        "1980 and 2619 MHz; held down by hw_thermal",
+        "NVIDIA H100: no process that the driver lists",
+        "NVIDIA H100: the driver does not tell who",
+    ]
+    first, second, third = json.loads(run("doctor", "--json").stdout)["presence"]
+    assert first == {
+        "gpu": "GPU-1", "name": "NVIDIA H100", "utilisation_percent": 91, "free_bytes": 1000, "total_bytes": 80000,
+        "sm_clock_mhz": 1980, "mem_clock_mhz": 2619, "throttle": "hw_thermal",
+        "processes": [
+            {"pid": 4711, "name": "train", "nbytes": 77000, "busy_percent": 90},
+            {"pid": 12, "name": None, "nbytes": None, "busy_percent": None},
+        ],
+    }  # fmt: skip
+    assert (second["processes"], third["processes"]) == ([], None)

@@ -76,7 +76,7 @@ class MadeUpGpu:
 def contest(monkeypatch: pytest.MonkeyPatch, gpu: MadeUpGpu, *latencies_us: float) -> Any:
     """The final of programs that take so long."""
     made = object.__new__(CudaBench)
-    vars(made).update(_model=gpu, _judge=gpu, _last=([0], 1), _rivals=(), _rival_programs=[], _kept=[])
+    vars(made).update(_name="made up", _model=gpu, _judge=gpu, _last=([0], 1), _rivals=(), _rival_programs=[], _kept=[])
     monkeypatch.setattr(bench, "time_sessions", gpu.time)
     monkeypatch.setattr(bench, "_packed", lambda program: program)
     monkeypatch.setattr(bench, "judge_latency", lambda program, latency, verdict: Measured(latency, verdict))

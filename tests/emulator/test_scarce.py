@@ -151,6 +151,7 @@ def test_a_rival_that_cannot_be_judged_for_want_of_memory_is_closed() -> None:
         raise GpuMemoryError("GPU memory: none")
 
     bench = CudaBench.__new__(CudaBench)
+    bench._name = "small"  # type: ignore[misc]
     bench._model = SimpleNamespace(load_packed=lambda packed: Session(packed.program))  # type: ignore[assignment]
     bench._judge = SimpleNamespace(examine=examine)  # type: ignore[misc,assignment]
     bench._rivals, bench._rival_programs, bench._kept = (), [], []

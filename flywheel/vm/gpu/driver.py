@@ -20,9 +20,11 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuError, TensorError
 from flywheel.ir import GpuTarget
+from flywheel.measure.tenants import held_by
 from flywheel.vm.gpu.contexts import ContextDriver
 from flywheel.vm.gpu.devices import no_package
 from flywheel.vm.gpu.granules import DriverGranules, Granules
+from flywheel.vm.gpu.nvml import read_presence
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, arch_name
 from flywheel.vm.gpu.pinned import HostWord, HostWords
 
@@ -36,7 +38,8 @@ _PCI_BUS_ID_BYTES: Final = 32
 
 @cache
 def open_gpu(index: int = 0) -> Gpu:
-    """The GPU that CUDA numbers `index`, made current in this thread. Raises NoGpuError."""
+    """The GPU that CUDA numbers `index`, made current in this thread. Raises NoGpuError, and GpuMemoryError if it has
+    too little free memory to be used at all."""
     try:
         from cuda import core
         from cuda.bindings import driver
@@ -45,7 +48,11 @@ def open_gpu(index: int = 0) -> Gpu:
         raise no_package("cuda.core") from error
     try:
         return Gpu(index, core, driver, CUDAError)
-    except (RuntimeError, ValueError, CUDAError) as error:  # no driver library, no such index, no device
+    except (RuntimeError, ValueError, CUDAError, GpuFaultError) as error:  # no driver library, no such index, no device
+        if "OUT_OF_MEMORY" in str(error):
+            raise GpuMemoryError(f"GPU {index}: {_line(error)}: no memory is free for a context") from error
+        if isinstance(error, GpuFaultError):
+            raise
         raise NoGpuError(f"GPU {index}: no such NVIDIA GPU is here: {_line(error)}") from error
 
 
@@ -132,9 +139,7 @@ class Gpu:
         """New memory of `nbytes`, aligned to 256 bytes, with arbitrary content. Raises GpuMemoryError."""
         result, pointer = self._cuda.cuMemAlloc(max(nbytes, 1))
         if result == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise GpuMemoryError(
-                f"GPU memory: {nbytes:,} bytes requested, {self.free_bytes():,} of {self.total_bytes:,} are free"
-            )
+            raise GpuMemoryError(f"GPU memory: {nbytes:,} bytes requested, {self.room()}")
         return Memory(int(self._checked("cuMemAlloc", (result, pointer))), nbytes)
 
     def free(self, memory: Memory) -> None:
@@ -145,6 +150,10 @@ class Gpu:
     def free_bytes(self) -> int:
         """Bytes of the GPU's memory that are free now."""
         return int(self._checked("cuMemGetInfo", self._cuda.cuMemGetInfo())[0])
+
+    def room(self) -> str:
+        """How much memory is free, and who holds the rest, in words."""
+        return f"{self.free_bytes():,} of {self.total_bytes:,} are free{held_by(read_presence(self.pci_bus_id))}"
 
     def granules(self) -> Granules | None:
         """Memory to map to reserved addresses; None where the driver does not support that."""
