@@ -43,11 +43,9 @@ def told(knobs: Knobs, trials: Sequence[TrialRecord]) -> Told:
 
 
 def by_weight(knobs: Knobs, known: Told) -> list[Dimension]:
-    """The knobs with several values, ordered by importance. If importance is unknown, knobs are ordered by the
-    difference between the fastest trials of their values."""
+    """The knobs with several values, ordered by the difference between the fastest trials of their values, the largest
+    first."""
     searched = [dimension for dimension in knobs.dimensions if len(dimension.values) > 1]
-    if knobs.importances:
-        return sorted(searched, key=lambda each: -knobs.importances.get(each.name, 0.0))
     return sorted(searched, key=lambda each: -_range(each, known))
 
 

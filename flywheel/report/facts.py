@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.cost_model import MODEL_VERSION, Prediction, TaskSpan, predict, timeline
@@ -11,11 +11,10 @@ from flywheel.errors import FlywheelError
 from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, compared, tied_with, trials_of
+from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.plan import program_id
 from flywheel.search.gains import Gains, gained
 from flywheel.search.knobs import Choice
-from flywheel.search.sampling.importance import importances
 from flywheel.search.space import Dimension, Space, make_space
 from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
@@ -23,17 +22,16 @@ from flywheel.store.campaign import Campaign
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What a campaign searched: its dimensions, each trial's choice, and the importance of each dimension.
+    """What a campaign searched: its dimensions and each trial's choice.
 
     `choices` are in the order of trials, and `best` is the best row's choice; a choice is None outside the search
-    space. `importances` sum to 1, and are empty if there are too few trials.
+    space. `first` is what a search tries first.
     """
 
     dimensions: tuple[Dimension, ...]
     choices: tuple[Choice | None, ...]
     best: Choice | None
     first: Choice
-    importances: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +103,8 @@ def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
 
 def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None) -> Knobs:
     choices = tuple(_choice(space, record) for record in trials)
-    kind = compared(trials)
-    told = [
-        (choice, row.objective_us if row.outcome == kind else None)
-        for choice, row in zip(choices, trials, strict=True)
-        if choice is not None
-    ]
     chosen = None if best is None else _choice(space, best)
-    return Knobs(space.dimensions, choices, chosen, space.known_good()[0], importances(space, told))
+    return Knobs(space.dimensions, choices, chosen, space.known_good()[0])
 
 
 def _choice(space: Space, record: TrialRecord) -> Choice | None:

@@ -1,4 +1,4 @@
-"""Pictures of a campaign's trials: their latencies in order, and their outcomes."""
+"""A picture of a campaign's trials: their latencies in order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flywheel.measure.outcome import OUTCOME_NAMES
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import incumbents, trials_of
 from flywheel.report.svg import Axis, dots, element, label, picture, polyline, short, tip
 
 WIDTH: Final = 960.0
-MOST_TIMES: Final = 2.0
-"""A trial that takes longer than this many times the best is drawn at the upper edge. To scale, it would flatten the
-rest."""
+MOST_TIMES: Final = 1.1
+"""A trial that takes longer than this many times the best is drawn at the upper edge. To scale, it would hide what the
+search gained."""
+_LEAST_TIMES: Final = 0.88
+"""A floor below this many times the best is not drawn, for the same reason."""
 
 _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 384.0, 78.0, 940.0, 60.0, 324.0
 _LEGEND: Final = (18.0, 40.0)
@@ -26,12 +27,14 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The content of a history: (trial, us) of each kind and of the finals, the trials that have no latency (`failed`),
-    and the trials above `limit_us`."""
+    """The content of a history: (trial, us) of each kind and of the schedules that were known before (`seeds`), the
+    rows of the finals, the trials that have no latency (`failed`), and the trials above `limit_us`. The floor is None
+    where it is unknown or far below."""
 
     measured: Points
     predicted: Points
-    finals: Points
+    seeds: Points
+    finals: list[TrialRecord]
     failed: list[int]
     floor_us: float | None
     limit_us: float
@@ -39,7 +42,7 @@ class Shown:
     @property
     def above(self) -> Points:
         """The points above `limit_us`."""
-        return [point for point in (*self.measured, *self.predicted, *self.finals) if point[1] > self.limit_us]
+        return [point for point in (*self.measured, *self.predicted) if point[1] > self.limit_us]
 
 
 def shown(records: Sequence[TrialRecord]) -> Shown | None:
@@ -47,13 +50,17 @@ def shown(records: Sequence[TrialRecord]) -> Shown | None:
     trials = trials_of(records)
     measured = [(r.trial, r.latency_us) for r in trials if r.latency_us is not None]
     predicted = [(r.trial, r.predicted_us) for r in trials if r.predicted_us is not None]
-    finals = [(r.trial, r.latency_us) for r in records if r.source == "final" and r.latency_us is not None]
-    best = [min(us for _, us in points) for points in (measured + finals, predicted) if points]
+    seeds = [(r.trial, r.objective_us) for r in trials if r.source == "seed" and r.objective_us is not None]
+    finals = [r for r in records if r.source == "final"]
+    again = [(r.trial, r.latency_us) for r in finals if r.latency_us is not None]
+    best = [min(us for _, us in points) for points in (measured + again, predicted) if points]
     if not best:
         return None
     failed = [record.trial for record in trials if record.objective_us is None]
     floors = [record.floor_us for record in records if record.floor_us is not None]
-    return Shown(measured, predicted, finals, failed, min(floors, default=None), MOST_TIMES * max(best))
+    floor_us = min(floors, default=0.0)
+    drawn = floor_us if floor_us >= _LEAST_TIMES * min(best) else None
+    return Shown(measured, predicted, seeds, finals, failed, drawn, MOST_TIMES * max(best))
 
 
 def history(records: Sequence[TrialRecord]) -> str | None:
@@ -62,7 +69,8 @@ def history(records: Sequence[TrialRecord]) -> str | None:
     what = shown(records)
     if what is None:
         return None
-    values = [us for _, us in (*what.measured, *what.predicted, *what.finals)]
+    ends = [us for r in what.finals for us in (r.p10_us, r.p90_us) if us is not None]
+    values = [*(us for _, us in (*what.measured, *what.predicted)), *ends]
     lowest = min(values if what.floor_us is None else [what.floor_us, *values])
     highest = min(max(values), what.limit_us)
     across = Axis(-0.5, max(record.trial for record in records) + 0.5, _LEFT, _RIGHT)
@@ -72,30 +80,15 @@ def history(records: Sequence[TrialRecord]) -> str | None:
         places = [(across(trial), up(us)) for trial, us in points if us <= what.limit_us]
         if places:
             parts += _points(places, kind)
-    parts += [_final(across(trial), up(us)) for trial, us in what.finals if us <= what.limit_us]
+    marks = "".join(_square(across(trial), up(us)) for trial, us in what.seeds if us <= what.limit_us)
+    parts += [element("path", d=marks, class_="ink", fill="none")] if marks else []
+    for record in what.finals:
+        parts += _again(record, across, up, what.limit_us)
     firsts = incumbents(records)
     for kind in ("measured", "predicted"):
         parts += _best([r for r in firsts if r.outcome == kind], kind, across, up, what.limit_us)
     marked = Counter(r.outcome for r in firsts if r.objective_us is not None and r.objective_us <= what.limit_us)
     return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(what, marked)])
-
-
-def outcomes(trials: Sequence[TrialRecord]) -> str:
-    """A picture of how many trials had each outcome. Finals do not count."""
-    counts = Counter(record.outcome for record in trials)
-    ends = [name for name in OUTCOME_NAMES if counts[name]]
-    most = max(counts.values(), default=1)
-    parts = []
-    for row, name in enumerate(ends):
-        y = 22.0 + row * 26
-        length = counts[name] / most * 640
-        kind = name if name in ("measured", "predicted") else "failed"
-        parts += [
-            label(118, y + 4, name.replace("_", " "), "end"),
-            element("rect", x=126, y=y - 8, width=length, height=16, fill="currentColor", class_=kind),
-            label(132 + length, y + 4, f"{counts[name]:,} ({counts[name] / len(trials):.1%})", "faint"),
-        ]
-    return picture(WIDTH, 20.0 + 26 * max(1, len(ends)), "Outcomes", parts)
 
 
 def _frame(across: Axis, up: Axis) -> list[str]:
@@ -152,6 +145,20 @@ def _points(places: list[tuple[float, float]], kind: str) -> list[str]:
     return [outer, element("path", d=path, class_="rim", stroke_width=size - 2.4, stroke_linecap="round")]
 
 
+def _square(x: float, y: float) -> str:
+    return f"M{x - 5:.2f} {y - 5:.2f}h10v10h-10z"
+
+
+def _again(record: TrialRecord, across: Axis, up: Axis, limit_us: float) -> list[str]:
+    """A final's diamond, and a line from its 10th to its 90th percentile."""
+    x, median_us, low_us, high_us = across(record.trial), record.latency_us, record.p10_us, record.p90_us
+    if median_us is None or median_us > limit_us:
+        return []
+    spread = [] if low_us is None or high_us is None else [(x, up(low_us)), (x, up(min(high_us, up.high)))]
+    line = [element("path", d=polyline(spread), stroke="currentColor", class_="final")] if spread else []
+    return [*line, _final(x, up(median_us))]
+
+
 def _final(x: float, y: float) -> str:
     """A diamond for a final, which measured a program again."""
     corners = f"M{x:.2f} {y:.2f}m0 -5l5 5l-5 5l-5 -5z"
@@ -183,7 +190,7 @@ def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limi
 
 
 def _new_best(x: float, y: float, *said: str) -> str:
-    return element("circle", *said, cx=x, cy=y, r=4.5, fill="currentColor", class_="rim")
+    return element("circle", *said, cx=x, cy=y, r=5.5, fill="currentColor", stroke_width=2, class_="ink")
 
 
 def _legend(what: Shown, marked: Mapping[str, int]) -> list[str]:
@@ -192,6 +199,7 @@ def _legend(what: Shown, marked: Mapping[str, int]) -> list[str]:
     told = [("measured", f"measured: {_trials(what.measured)}")] if what.measured else []
     told += [("predicted", f"predicted: {_trials(what.predicted)}")] if what.predicted else []
     told += [(f"best {kind}", f"new best {kind}: {count:,}") for kind, count in marked.items()]
+    told += [("seed", f"known before: {len(what.seeds):,}")] if what.seeds else []
     told += [("final", f"measured again in finals: {len(what.finals):,}")] if what.finals else []
     told += [("failed", f"no latency: {_trials(what.failed)}")] if what.failed else []
     if what.above:
@@ -217,6 +225,8 @@ def _sign(kind: str, x: float, y: float) -> str:
     match kind:
         case "final":
             return _final(x, y)
+        case "seed":
+            return element("path", d=_square(x, y), class_="ink", fill="none")
         case "floor":
             dashes = f"M{x - 9:.2f} {y:.2f}h17"
             return element("path", d=dashes, stroke="currentColor", stroke_dasharray="5 3", class_=kind)

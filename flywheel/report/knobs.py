@@ -1,4 +1,4 @@
-"""Pictures of the searched knobs: their importance, and the latencies of their values."""
+"""Pictures of the searched knobs: what each can cost, and the latencies of their values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import compared
-from flywheel.report.changes import by_weight, told
+from flywheel.report.changes import Change, by_weight, told
 from flywheel.report.facts import Knobs
 from flywheel.report.history import MOST_TIMES, WIDTH
 from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip, words
@@ -25,22 +25,28 @@ _CHARACTER: Final = 6.0
 """Width of a small character, rounded up."""
 
 
-def importance(knobs: Knobs) -> str | None:
-    """A picture with a bar for each knob, ordered by importance; None where importance is unknown."""
-    if not knobs.importances:
+def costs(found: Sequence[Change]) -> str | None:
+    """A picture with a bar for each knob: the most that another of its tried values costs, the most costly knob first;
+    None without such a value."""
+    most: dict[str, Change] = {}
+    for change in found:
+        if change.knob not in most or change.least_us > most[change.knob].least_us:
+            most[change.knob] = change
+    ordered = sorted(most.values(), key=lambda change: -change.least_us)
+    longest = max((change.least_us for change in ordered), default=0.0)
+    if longest <= 0.0:
         return None
     parts = []
-    most = max(knobs.importances.values())
-    for row, (name, share) in enumerate(knobs.importances.items()):
-        y = 20.0 + row * 22
-        length = share / most * 640 if most else 0.0
+    for row, change in enumerate(ordered):
+        y, length = 20.0 + row * 22, max(change.least_us, 0.0) / longest * 560
+        said = f"{change.least_us:+,.1f} us with {change.value} instead of {change.best}"
         parts += [
-            label(128, y + 4, name, "end"),
-            element("rect", tip(f"{name}: {share:.1%}"), x=136, y=y - 7, width=length, height=14,
+            label(128, y + 4, change.knob, "end"),
+            element("rect", tip(f"{change.knob}: {said}"), x=136, y=y - 7, width=length, height=14,
                     fill="currentColor", class_="bar"),
-            label(142 + length, y + 4, f"{share:.1%}", "faint"),
-        ]
-    return picture(WIDTH, 16.0 + 22 * len(knobs.importances), "Importance of knobs", parts)
+            label(142 + length, y + 4, said, "faint"),
+        ]  # fmt: skip
+    return picture(WIDTH, 16.0 + 22 * len(ordered), "What a knob can cost", parts)
 
 
 def weighty(knobs: Knobs, trials: Sequence[TrialRecord]) -> tuple[list[Dimension], list[Dimension]]:

@@ -12,8 +12,8 @@ from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name
 from flywheel.report.changes import Change, changes
 from flywheel.report.facts import Facts, Knobs
-from flywheel.report.history import MOST_TIMES, history, outcomes, shown
-from flywheel.report.knobs import MOST_AXES, MOST_LINES, coordinates, importance, weighty
+from flywheel.report.history import MOST_TIMES, history, shown
+from flywheel.report.knobs import MOST_AXES, MOST_LINES, coordinates, costs, weighty
 from flywheel.report.layer import layer, shares
 from flywheel.report.svg import STYLE, element, standalone, words
 from flywheel.search.gains import gains_in_words
@@ -26,7 +26,7 @@ _CSS: Final = (
     "@media(prefers-color-scheme:dark){:root{--ink:#dde3ea;--paper:#12171d;--faint:#9aa7b4;--box:#1c232b}}"
     "body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:980px;margin:2rem auto;"
     "padding:0 1rem}h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin-top:2.2rem}"
-    "svg{max-width:100%;height:auto}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px}"
+    "svg{width:100%;min-width:44rem;max-width:60rem;height:auto}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px}"
     "td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top}td{max-width:46rem}"
     "td.n,th.n{text-align:right;white-space:nowrap}p.note{color:var(--faint)}summary{cursor:pointer}"
     "pre{background:var(--box);padding:.8rem;overflow-x:auto;font-size:12px}"
@@ -69,8 +69,7 @@ def pictures(facts: Facts) -> dict[str, str]:
     """Each picture that the facts allow, as an SVG file by name."""
     drawn = {
         "history": history(facts.records),
-        "outcomes": outcomes(facts.trials) if facts.trials else None,
-        "importance": importance(facts.knobs) if facts.knobs else None,
+        "costs": _costs(facts),
         **_coordinates(facts),
         "layer": layer(facts.schedule) if facts.schedule else None,
     }
@@ -132,8 +131,10 @@ def _history(facts: Facts) -> list[str]:
         said.append("Hollow blue: predicted by the cost model.")
     if what.measured:
         said.append("Full orange: measured on a GPU.")
+    if what.seeds:
+        said.append("Squares: schedules that were known before.")
     if what.finals:
-        said.append("Diamonds: the best of them, measured again in turn.")
+        said.append("Diamonds: the best of them, measured again in turn, from the 10th to the 90th percentile.")
     said.append("The line is the best so far; a trial within the noise of it does not move it.")
     if what.above:
         count, above = len(what.above), f"above {what.limit_us:,.0f} us, {MOST_TIMES:g} times the best,"
@@ -143,8 +144,8 @@ def _history(facts: Facts) -> list[str]:
             else f"{count:,} trials {above} are triangles at the upper edge."
         )
     if what.floor_us is not None:
-        said.append("No schedule can be faster than the floor, the weights' bytes over the memory's bandwidth.")
-    return [_section("History"), _note(" ".join(said)), drawn]
+        said.append("Dashed: no schedule can be faster than the floor, the weights' bytes over the memory's bandwidth.")
+    return [_section("History"), _note(" ".join(said)), _drawing(drawn)]
 
 
 def _outcomes(trials: Sequence[TrialRecord]) -> list[str]:
@@ -153,31 +154,39 @@ def _outcomes(trials: Sequence[TrialRecord]) -> list[str]:
     reasons = Counter(record.reason for record in trials if record.reason is not None)
     rows = [(f"{count:,}", reason) for reason, count in reasons.most_common(SHOWN)]
     table = [_table(("trials", "reason"), rows, numbers=(0,))] if rows else []
-    return [_section("Outcomes"), outcomes(trials), *table]
+    counts = Counter(record.outcome for record in trials)
+    said = ", ".join(f"{count:,} {outcome.replace('_', ' ')}" for outcome, count in counts.most_common())
+    return [_section("Outcomes"), _note(f"{said}."), *table]
 
 
 def _knobs(facts: Facts) -> list[str]:
     if facts.knobs is None:
         return [_section("Knobs"), _note(f"Not known: {facts.missing}")]
-    bars = importance(facts.knobs)
-    lines = _coordinates(facts)
+    bars, lines = _costs(facts), _coordinates(facts)
     cut = f" Only the best {MOST_LINES:,} are drawn." if len(facts.trials) > MOST_LINES else ""
     parts = [
-        _section("Importance of knobs"),
-        _note("Importance of each knob for separating the best 10 % of trials from the rest (PED-ANOVA). It is less "
-              "reliable for a knob of which the sampler tried few values.")
+        _section("What a knob can cost"),
+        _note("How much longer the best trial with the knob's worst tried value took than the best of all trials, "
+              "whatever else it changed. A table below has every value.")
         if bars
         else _note("Too few trials to tell."),
-        bars or "",
+        _drawing(bars) if bars else "",
         _section("Knobs and latency"),
     ]  # fmt: skip
     if not lines:
         return [*parts, _note("No trial of the space has a latency.")]
     most = f"The {MOST_AXES} knobs that mattered most, from the left. " if "coordinates_rest" in lines else ""
-    parts += [_note(f"{most}A line is a trial, stronger where faster; the best is orange.{cut}"), lines["coordinates"]]
+    said = f"{most}A line is a trial, stronger where faster; the best is orange.{cut}"
+    parts += [_note(said), _drawing(lines["coordinates"])]
     if "coordinates_rest" in lines:
-        parts.append(element("details", element("summary", "the other knobs"), lines["coordinates_rest"]))
+        parts.append(element("details", element("summary", "the other knobs"), _drawing(lines["coordinates_rest"])))
     return [*parts, *_changes(facts.knobs, facts)]
+
+
+def _costs(facts: Facts) -> str | None:
+    if facts.knobs is None or facts.best is None:
+        return None
+    return costs(changes(facts.knobs, facts.trials, facts.best))
 
 
 def _coordinates(facts: Facts) -> dict[str, str]:
@@ -241,7 +250,7 @@ def _layer(facts: Facts) -> list[str]:
         title,
         _note(f"{_PREDICTED.format(schedule.predictor)} {prediction.latency_us:,.1f} us a token; an SM is {told}."),
         _note(_STATES),
-        layer(schedule),
+        _drawing(layer(schedule)),
         _table(("operation", "tasks", "SM time"), rows, numbers=(1, 2)),
     ]
 
@@ -286,6 +295,11 @@ def _section(title: str) -> str:
 
 def _note(text: str) -> str:
     return element("p", words(text), class_="note")
+
+
+def _drawing(svg: str) -> str:
+    """A picture in a box that scrolls where the page is narrow, so that its text stays large enough to read."""
+    return element("div", svg, class_="wide")
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:

@@ -16,13 +16,12 @@ from flywheel.ir.files import parse_json
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
-from flywheel.report.changes import Change, by_weight, changes, told
+from flywheel.report.changes import Change, _range, by_weight, changes, told
 from flywheel.report.facts import Facts, gather, trial_knobs
 from flywheel.report.history import MOST_TIMES, history
-from flywheel.report.knobs import MOST_AXES, weighty
+from flywheel.report.knobs import MOST_AXES, costs, weighty
 from flywheel.report.layer import shares
 from flywheel.report.page import page, pictures
-from flywheel.search.sampling.importance import LEAST_TRIALS
 from flywheel.search.workload import make_workload
 from flywheel.store.campaign import Campaign
 
@@ -32,7 +31,7 @@ REJECTED: Any = {
     "outcome": "rejected", "reason": "no", "predicted_us": None, "predictor": None, "floor_fraction": None,
 }  # fmt: skip
 ALL = {
-    "history.svg", "outcomes.svg", "importance.svg", "coordinates.svg", "coordinates_rest.svg", "layer.svg",
+    "history.svg", "costs.svg", "coordinates.svg", "coordinates_rest.svg", "layer.svg",
 }  # fmt: skip
 
 
@@ -96,9 +95,8 @@ def test_every_picture_is_a_file_that_stands_alone(facts: Facts) -> None:
 
 
 def test_ten_thousand_trials_fit_in_two_megabytes(
-    make_records: Records, make_campaign: Campaigns, monkeypatch: pytest.MonkeyPatch
+    make_records: Records, make_campaign: Campaigns
 ) -> None:
-    monkeypatch.setattr("flywheel.report.facts.importances", lambda *_: {"depth": 1.0})  # the bytes of 19 bars are few
     facts = gather(make_campaign(), make_records(10_000))
     assert len(page(facts, None, "x").encode()) < 2_000_000
 
@@ -153,7 +151,7 @@ def test_a_final_is_no_trial_and_its_fastest_is_the_best(make_records: Records, 
     assert "<b>3</b>trials" in text
     assert "measured: 3 trials" in text
     assert "measured again in finals: 2" in text
-    assert "3 (100.0%)" in text
+    assert "3 measured." in text
     assert text.count('class="final paper"') == 3  # two, and the legend's
     assert "it took 1.00 to 3.00 us less than the next (99 % interval)" in text
     assert "Tied" not in text
@@ -184,10 +182,10 @@ def test_one_slow_trial_does_not_flatten_the_others(make_records: Records, make_
     scales = [re.findall(r'class="end faint">([\d,]+)<', each) for each in (before, drawing)]
     assert max(int(tick.replace(",", "")) for tick in scales[1]) <= MOST_TIMES * 2000.0
     assert len(scales[1]) >= 3
-    assert "above 4,000 us: 1, up to 150,000 us" in drawing
-    assert "above" not in before
+    assert "above 2,200 us: 3, up to 150,000 us" in drawing
+    assert "above 2,200 us: 2, up to 2,259 us" in before
     said = page(gather(make_campaign(), [*usual, slow]), None, "x")
-    assert "1 trial above 4,000 us, 2 times the best, is a triangle at the upper edge" in said
+    assert "3 trials above 2,200 us, 1.1 times the best, are triangles at the upper edge" in said
     assert "log scale" in said
 
 
@@ -214,9 +212,10 @@ def test_a_dozen_knobs_that_mattered_most_are_drawn_and_the_others_on_demand(fac
     assert facts.knobs is not None
     most, rest = weighty(facts.knobs, facts.trials)
     assert len(most) == MOST_AXES
-    shares = [facts.knobs.importances.get(axis.name, 0.0) for axis in most]
-    assert shares == sorted(shares, reverse=True)
-    assert min(shares) >= max(facts.knobs.importances.get(axis.name, 0.0) for axis in rest)
+    known = told(facts.knobs, facts.trials)
+    ordered = [_range(axis, known) for axis in [*most, *rest]]
+    assert ordered == sorted(ordered, reverse=True)
+    assert ordered[0] > 0.0
     text = page(facts, None, "x")
     assert text.index("The 12 knobs that mattered most") < text.index("<summary>the other knobs</summary>")
     few = gather(facts.campaign, facts.records[:8]).knobs
@@ -263,7 +262,7 @@ def test_the_dots_of_new_bests_are_in_the_legend(facts: Facts) -> None:
     drawn = history(facts.records)
     assert drawn is not None
     counts = [int(count) for count in re.findall(r"new best (?:measured|predicted): (\d+)", drawn)]
-    assert counts and sum(counts) + len(counts) == drawn.count('r="4.5"')  # with the legend's own
+    assert counts and sum(counts) + len(counts) == drawn.count('r="5.5"')  # with the legend's own
 
 
 def test_no_cell_of_a_table_breaks_within_a_word(facts: Facts) -> None:
@@ -295,7 +294,8 @@ def test_the_staircase_leaves_out_what_is_within_the_noise(make_records: Records
 
 
 def test_the_floor_is_a_line_below_every_latency(make_records: Records) -> None:
-    drawing = history(make_records(8))
+    rows = [replace(row, floor_us=1900.0, floor_fraction=1900.0 / row.objective_us) for row in make_records(8)]
+    drawing = history(rows)
     assert drawing is not None
     root = ElementTree.fromstring(drawing)
     line = next(each for each in root.iter() if each.get("class") == "floor")
@@ -304,7 +304,10 @@ def test_the_floor_is_a_line_below_every_latency(make_records: Records) -> None:
     heights = [float(y) for y in marks if y and float(y) > 50]  # the legend is above
     assert heights
     assert max(heights) < floor
-    assert "weight floor, 1,500.0 us" in drawing
+    assert "weight floor, 1,900.0 us" in drawing
+    far = history(make_records(8))  # of a floor of 1,500 us, which would hide what the search gained
+    assert far is not None
+    assert "weight floor" not in far
 
 
 def test_a_model_that_is_gone_leaves_out_what_needs_it(make_records: Records, make_campaign: Campaigns) -> None:
@@ -314,7 +317,7 @@ def test_a_model_that_is_gone_leaves_out_what_needs_it(make_records: Records, ma
     text = page(facts, None, "x")
     assert "Not known: " in text
     assert "2,000.0 us" in text
-    assert pictures(facts).keys() == {"history.svg", "outcomes.svg"}
+    assert pictures(facts).keys() == {"history.svg"}
     assert trial_knobs(facts.campaign, facts.records[0]) == {}
 
 
@@ -334,14 +337,26 @@ def test_a_campaign_without_latencies_is_a_page(count: int, make_records: Record
     assert "No trial has a latency." in text
 
 
-def test_importances_sum_to_one_and_need_enough_trials(make_records: Records, make_campaign: Campaigns) -> None:
-    enough = gather(make_campaign(), make_records(LEAST_TRIALS + 20)).knobs
-    few = gather(make_campaign(), make_records(LEAST_TRIALS - 1)).knobs
-    assert enough is not None
-    assert few is not None
-    assert sum(enough.importances.values()) == pytest.approx(1)
-    assert max(enough.importances, key=lambda name: enough.importances[name]) in ("depth", "chunk")
-    assert few.importances == {}
+def test_a_knob_costs_what_its_worst_tried_value_costs_and_the_table_agrees(facts: Facts) -> None:
+    assert facts.knobs is not None
+    assert facts.best is not None
+    found = changes(facts.knobs, facts.trials, facts.best)
+    drawing = costs(found)
+    assert drawing is not None
+    bars = re.findall(r"\+([\d,.]+) us with (\w+) instead of \w+</title>", drawing)
+    assert [float(us) for us, _ in bars] == sorted((float(us) for us, _ in bars), reverse=True)
+    assert bars[0] == (f"{6 * 37.0:,.1f}", "8")
+    assert costs([]) is None
+
+
+def test_what_was_known_before_and_the_spread_of_finals_are_drawn(make_records: Records) -> None:
+    rows = held(make_records, high_us=1.0)
+    seeded = [replace(row, source="seed") if row.source == "search" and row.trial == 0 else row for row in rows]
+    drawing = history(seeded)
+    assert drawing is not None
+    assert "known before: 1" in drawing
+    finals = sum(row.source == "final" for row in rows)
+    assert len(re.findall(r'<path d="M[\d. ]+L[\d. ]+" stroke="currentColor" class="final"/>', drawing)) == finals > 0
 
 
 def test_the_layer_shows_each_of_its_tasks_once(facts: Facts) -> None:

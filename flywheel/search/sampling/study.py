@@ -157,11 +157,6 @@ class CampaignStudy:
                 )
             )
 
-    def importances(self) -> dict[str, float]:
-        """Share of each searched knob in telling the best tenth of the trials from the others, largest first."""
-        with _quiet():
-            return optuna.importance.get_param_importances(self._study)
-
 
 class _Indices(IntDistribution):
     """The indices of an ordered knob's values. Optuna's copies of a trial share it, since it never changes."""
