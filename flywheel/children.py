@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from typing import IO, Any, Final, TypeVar
 
 from flywheel import lifetime
-from flywheel.process import sheltered
+from flywheel.process import abandon_threads, sheltered
 
 _T = TypeVar("_T")
 
@@ -49,6 +50,25 @@ def start_fork_server(modules: Sequence[str]) -> None:
     """
     multiprocessing.set_forkserver_preload(list(modules))
     start_child(forkserver.ensure_running)
+
+
+def fork_server_pid() -> int:
+    """The process id of that server."""
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # no public name
+    return pid
+
+
+def end_process(process: BaseProcess, wait_s: float) -> None:
+    """Wait for a process of multiprocessing, and kill it after `wait_s`.
+
+    One that waits for a device or a file system cannot be killed. So that this process's end does not wait for it, too,
+    it is to end by `os._exit`.
+    """
+    process.join(wait_s)
+    process.kill()
+    process.join(wait_s)
+    if process.is_alive():
+        abandon_threads()
 
 
 def start_program(

@@ -98,7 +98,8 @@ _ABANDONED: Final = threading.Event()
 
 
 def abandon_threads() -> None:
-    """Note that a thread of foreign code does not return. It would break the interpreter's end."""
+    """Note that a thread of foreign code does not return, or a child does not end. The interpreter's end would break,
+    or wait for ever."""
     _ABANDONED.set()
 
 

@@ -29,7 +29,12 @@ from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.peers import open_gpus
 from flywheel.vm.gpu.timing import summarise
 from flywheel.vm.pack import AnyPacked, pack_any
+from flywheel.vm.worker import enter_phase
 
+_OPEN_S: Final = 120.0
+"""Wall seconds in which a driver must open its GPUs."""
+_WEIGHTS_S: Final = 900.0
+"""Wall seconds that loading and packing weights may take, from a slow file system, too."""
 _SAMPLES: Final = 30
 _FINAL_SAMPLES: Final = 10
 """Samples in a round of a final. Latency varies as much between loadings, by placement in memory, as between samples,
@@ -60,8 +65,10 @@ class CudaBench:
         formats: WeightFormats = PLAIN,
         ranks: int = 1,
     ) -> None:
+        enter_phase("opens the GPU", _OPEN_S)
         gpu, *peers = open_gpus(ranks)
         prepare_torch()
+        enter_phase("loads weights", _WEIGHTS_S)
         self._name: Final = source.name
         held = kept_bytes(source.spec, formats, dtype)
         with memory_named(f"{source.name}: {held:,} bytes of weights, held twice while schedules are verified"):

@@ -7,8 +7,10 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
@@ -21,6 +23,7 @@ from flywheel.decode.memory import asked, is_exhausted
 from flywheel.errors import FlywheelError, GpuMemoryError, NoGpuError, WorkerDiedError
 from flywheel.process import enter_child, set_environment
 from flywheel.vm.client import death_of
+from flywheel.vm.watching import PATIENCE, watched
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
 """Backend of torch.distributed: "nccl" for GPUs, with rank r on the GPU that CUDA numbers r; "gloo" for CPUs."""
@@ -82,7 +85,11 @@ def run_ranks(
     try:
         for rank in range(ranks):
             processes |= _start(what, work, rank, ranks, backend, port, wait_s, arguments)
-        heard = _hear(what, processes, end, limit_s)
+        with ExitStack() as watches:
+            for rank, process in enumerate(processes.values()):
+                assert process.pid is not None
+                watches.enter_context(watched(f"{what}: rank {rank}", process.pid, "", inf, PATIENCE, inf))
+            heard = _hear(what, processes, end, limit_s)
         for process in processes.values():
             process.join(_EXIT_S)
         return heard

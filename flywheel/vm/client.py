@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from time import monotonic
 from types import TracebackType
 from typing import Final, Self
 
-from flywheel.children import start_child
-from flywheel.errors import FlywheelError, WorkerDiedError
+from flywheel.children import end_process, start_child
+from flywheel.errors import WorkerDiedError
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
-from flywheel.vm.worker import Answer, MakeBench, Question, Ready, Unable, Work, serve
+from flywheel.vm.watching import PATIENCE, Patience, Watch, watched
+from flywheel.vm.worker import Answer, MakeBench, Phase, Question, Ready, Unable, Work, serve
 
 _EXIT_S: Final = 5.0
 """Wall seconds that a worker may take to end, once it was told to or was killed."""
 
 
+_QUIET_S: Final = 30.0
+"""Wall seconds of a measurement before a line says so: a final takes some."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits in wall seconds: `start_s` to build the bench, `answer_s` from a program to its outcome.
+    """Time limits in wall seconds: `greet_s` until the worker's first word, `start_s` to build the bench, `answer_s`
+    from a program to its outcome.
 
-    The bench limits each launch, to far less.
+    Building has phases, which have limits of their own (`worker.enter_phase`). The bench limits each launch, to far
+    less than `answer_s`.
     """
 
+    greet_s: float = 60.0
     start_s: float = 900.0
     answer_s: float = 300.0
+    patience: Patience = PATIENCE
 
 
 class Client:
@@ -83,9 +91,7 @@ class Client:
         """The outcome of a program. Raises as `ready` does where no worker starts."""
         return self.compare(program).outcome
 
-    def compare(
-        self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1
-    ) -> Contest:
+    def compare(self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1) -> Contest:
         """As `attempt`, but try the program again after a worker's death. Raises as `ready` where no worker starts."""
         first = self.attempt(program, rivals, rounds)
         if not (isinstance(first.outcome, Crashed) and first.outcome.transient):
@@ -105,13 +111,9 @@ class Client:
         if connection is not None:
             connection.close()
         if process is not None:
-            process.join(_EXIT_S)
-            process.kill()
-            process.join(_EXIT_S)
+            end_process(process, _EXIT_S)
 
-    def attempt(
-        self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1
-    ) -> Contest:
+    def attempt(self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1) -> Contest:
         """Measure a program in turn with `rivals`, if any, for `rounds` rounds. A worker's death is Crashed, transient.
 
         The client sends one `rivals` object once, however many calls have it. Raises as `ready` does.
@@ -123,15 +125,17 @@ class Client:
         assert connection is not None
         answer: Answer | None = None
         # The connection failed: the worker is dead, and its last message may be cut off.
-        with _killed_after(process, limit_s) as late, suppress(EOFError, OSError):
+        measuring = self._watched(process, " while it measures", limit_s, _QUIET_S)
+        with measuring as watch, suppress(EOFError, OSError):
             connection.send(Question(program, None if known else rivals, rounds))
             answer = connection.recv()
         if answer is None:
             death = death_of(process)
             self.close()
-            if late.is_set():
-                return Contest(TimedOut(limit_s, f"the GPU worker gave no answer within {limit_s:g} s and was killed"))
-            return Contest(Crashed(f"the GPU worker died: {death}", transient=True))
+            if watch.late:
+                return Contest(TimedOut(limit_s, f"the GPU worker {watch.killed} and was killed"))
+            how = f"{watch.killed} and was killed" if watch.killed else f"died: {death}"
+            return Contest(Crashed(f"the GPU worker {how}", transient=True))
         if answer.last:
             self.close()
         return answer.contest
@@ -146,12 +150,16 @@ class Client:
 
     def _hear(self) -> None:
         """Wait until the worker says whether its bench is built."""
-        process, ours = self._process, self._connection
+        process, ours, limits = self._process, self._connection, self._limits
         assert process is not None
         assert ours is not None
-        hello: Ready | Unable | None = None
-        with _killed_after(process, self._limits.start_s) as late, suppress(EOFError, OSError):
-            hello = ours.recv()
+        hello: Phase | Ready | Unable | None = None
+        end = monotonic() + limits.start_s
+        first_s = min(limits.greet_s, limits.start_s)
+        starting = self._watched(process, " while it starts", first_s)
+        with starting as watch, suppress(EOFError, OSError):
+            while isinstance(hello := ours.recv(), Phase):
+                watch.enter(f" while it {hello.doing}", min(hello.limit_s, end - monotonic()))
         match hello:
             case Ready():
                 self._greeted = True
@@ -161,27 +169,15 @@ class Client:
                 raise error
         death = death_of(process)
         self.close()
-        if late.is_set():
-            raise FlywheelError(f"GPU worker: not ready after {self._limits.start_s:g} s")
+        if watch.killed:
+            raise WorkerDiedError(f"GPU worker: {watch.killed}{watch.doing}, and was killed")
         raise WorkerDiedError(f"GPU worker: died before it was ready: {death}")
 
-
-@contextmanager
-def _killed_after(process: SpawnProcess, limit_s: float) -> Iterator[threading.Event]:
-    """Kill the process after `limit_s`, and set the event. The kill ends every read and write on its connection."""
-    late = threading.Event()
-
-    def kill() -> None:
-        late.set()
-        process.kill()
-
-    timer = threading.Timer(limit_s, kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
+    def _watched(
+        self, process: SpawnProcess, doing: str, limit_s: float, quiet_s: float = 0.0
+    ) -> AbstractContextManager[Watch]:
+        assert process.pid is not None
+        return watched("GPU worker", process.pid, doing, limit_s, self._limits.patience, quiet_s)
 
 
 def death_of(process: SpawnProcess) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from flywheel.errors import (
     ConfigError,
@@ -73,6 +75,22 @@ MakeBench = Callable[[], Bench]
 """Builds the bench, in the process that will use it. It must pickle."""
 
 
+_TELL: Final[ContextVar[Callable[[Phase], None]]] = ContextVar("_TELL", default=lambda _: None)
+
+
+def enter_phase(doing: str, limit_s: float) -> None:
+    """Tell whoever waits for this worker what it does now, in words after "while it", and how long that may take."""
+    _TELL.get()(Phase(doing, limit_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The worker lives, and now does what `doing` says, within `limit_s` wall seconds."""
+
+    doing: str
+    limit_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The bench is built."""
@@ -105,11 +123,14 @@ class Answer:
 def serve(connection: Connection, make_bench: MakeBench) -> None:
     """Build the bench, then answer questions until the other end closes."""
     enter_child()
+    _TELL.set(connection.send)
+    enter_phase("gets ready", inf)
     bench = _defended(make_bench)
     if isinstance(bench, Exception):
         connection.send(Unable(_start_error(bench)))
         return
     keep_objects()
+    _TELL.set(lambda _: None)  # a question has one limit, from its program to its outcome
     connection.send(Ready())
     rivals: tuple[MegakernelProgram | AnyPacked, ...] = ()
     while (question := _next(connection)) is not None:

@@ -130,6 +130,21 @@ def die_at_first(folder: str, deaths: int) -> Environment:
     return here()
 
 
+def stop_at_first(folder: str) -> Environment:
+    """As `here`, but the first process that asks is stopped."""
+    mark = Path(folder) / "stopped"
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return here()
+
+
+def make_after_a_stop(folder: str) -> ToyBench:
+    """As `make_toy`, but the first process that asks is stopped."""
+    stop_at_first(folder)
+    return ToyBench(folder, "none", once=False)
+
+
 def make_at_last(folder: str, deaths: int) -> ToyBench:
     """As `make_toy`, but the first so many processes that ask are killed."""
     die_at_first(folder, deaths)

@@ -26,6 +26,7 @@ from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured, TrialOutcome
 from flywheel.measure.verdict import judge
+from flywheel.vm.worker import enter_phase
 
 ERRORS = {
     "time out": LaunchTimeoutError("task 3 (L0.q) waits for counter 2: 1 of 6 after 0.5 s", 0.5),
@@ -55,16 +56,15 @@ class Fake:
                 ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock: no thread of this process runs
             case "segfault":
                 ctypes.string_at(0)
-            case "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+            case "killed" | "stopped":
+                os.kill(os.getpid(), signal.SIGKILL if act == "killed" else signal.SIGSTOP)
             case "killed once" if self._first("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
                 sys.exit(3)
             case "wrong" | "nan":
                 error = float("nan") if act == "nan" else 0.5
-                verdict = judge(error=error, where="logits", positions=[1], dtype="F32"
-                )
+                verdict = judge(error=error, where="logits", positions=[1], dtype="F32")
                 return Incorrect(verdict, verdict.reason or "")
             case "chatter":
                 sys.stdout.write('{"this is": "not the result"}\n')
@@ -91,6 +91,47 @@ def make_fake(folder: str) -> Fake:
     with (Path(folder) / "starts").open("a", encoding="utf-8") as stream:
         stream.write(f"{os.getpid()}\n")
     return Fake(folder)
+
+
+class StoppedBefore:
+    """Stops its worker while the worker still unpickles what it is to make."""
+
+    def __setstate__(self, state: object) -> None:
+        stop()
+
+    def __getstate__(self) -> object:
+        return "state"
+
+    def __call__(self) -> Fake:
+        raise AssertionError
+
+
+class SlowToArrive(StoppedBefore):
+    """Lets its worker import for ever."""
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(60)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped_at_the_start() -> Fake:
+    stop()
+    raise AssertionError
+
+
+def stopped_in_a_phase() -> Fake:
+    enter_phase("loads weights", 60.0)
+    stop()
+    raise AssertionError
+
+
+def slow_in_a_phase() -> Fake:
+    enter_phase("opens the GPU", 1.0)
+    time.sleep(60)
+    raise AssertionError
 
 
 def without_a_gpu() -> Fake:

@@ -14,10 +14,11 @@ from types import ModuleType
 import pytest
 from patience import HANG_S
 
-from flywheel.errors import FlywheelError, NoGpuError
+from flywheel.errors import FlywheelError, NoGpuError, WorkerDiedError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.outcome import Crashed, Incorrect, Measured, NoMemory, Rejected, TimedOut, TrialOutcome
 from flywheel.vm.client import Client, Limits
+from flywheel.vm.watching import Patience
 
 GOOD = MegakernelProgram()
 
@@ -159,7 +160,7 @@ def test_what_a_worker_prints_is_neither_an_answer_nor_on_stdout(fakes: ModuleTy
         ("without_a_gpu", NoGpuError, "^device cuda: this machine has no GPU$"),
         ("without_a_package", FlywheelError, "^GPU worker: cannot start: ModuleNotFoundError: No module named"),
         ("dying_at_the_start", FlywheelError, "^GPU worker: died before it was ready: exit code 7$"),
-        ("never_ready", FlywheelError, "^GPU worker: not ready after 3 s$"),
+        ("never_ready", FlywheelError, "^GPU worker: gave no answer within 3 s while it gets ready, and was killed$"),
     ],
 )
 def test_a_worker_that_cannot_start_is_one_clear_error(
@@ -169,6 +170,54 @@ def test_a_worker_that_cannot_start_is_one_clear_error(
     with Client(getattr(fakes, make), limits) as client, pytest.raises(kind, match=fact):
         client.ready()
     assert client.pid is None
+
+
+@pytest.mark.parametrize(
+    ("make", "doing"),
+    [
+        ("StoppedBefore", "starts"),
+        ("stopped_at_the_start", "gets ready"),
+        ("stopped_in_a_phase", "loads weights"),
+    ],
+)
+def test_a_worker_that_is_stopped_while_it_starts_is_named_soon_and_killed(
+    make: str, doing: str, fakes: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limits = Limits(patience=Patience(say_s=0.3, stopped_s=1.0))
+    with Client(getattr(fakes, make)() if make == "StoppedBefore" else getattr(fakes, make), limits) as client:
+        client.begin()
+        pid = client.pid
+        before = monotonic()
+        with pytest.raises(WorkerDiedError, match=f"^GPU worker: is stopped for 1 s while it {doing}, and was killed$"):
+            client.ready()
+        assert monotonic() - before < 15
+    said = capfd.readouterr().err
+    assert f"flywheel: GPU worker (process {pid}) is stopped, and has not answered for " in said
+    assert f"while it {doing}; it has 1 s" in said
+
+
+def test_a_worker_without_a_first_word_is_killed_long_before_its_weights_had_to_be_there(fakes: ModuleType) -> None:
+    with Client(fakes.SlowToArrive(), Limits(greet_s=1.0)) as client:
+        fact = "^GPU worker: gave no answer within 1 s while it starts, and was killed$"
+        with pytest.raises(WorkerDiedError, match=fact):
+            client.ready()
+
+
+def test_a_phase_that_takes_longer_than_its_limit_is_named(
+    fakes: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Client(fakes.slow_in_a_phase, Limits(patience=Patience(say_s=0.5))) as client:
+        fact = r"^GPU worker: gave no answer within 1 s while it opens the GPU, and was killed$"
+        with pytest.raises(WorkerDiedError, match=fact):
+            client.ready()
+    assert " s while it opens the GPU; it has 1 s" in capfd.readouterr().err
+
+
+def test_a_stop_during_a_measurement_is_no_fault_of_the_program(fakes: ModuleType, tmp_path: Path) -> None:
+    limits = Limits(patience=Patience(stopped_s=1.0))
+    with Client(partial(fakes.make_fake, str(tmp_path)), limits) as client:
+        outcome = client.attempt(act("stopped")).outcome
+    assert outcome == Crashed("the GPU worker is stopped for 1 s and was killed", transient=True)
 
 
 def test_a_worker_that_was_begun_is_the_one_that_is_waited_for(client: Client, tmp_path: Path) -> None:

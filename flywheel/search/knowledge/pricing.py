@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import Final
 
-from flywheel.children import start_child
+from flywheel.children import end_process, start_child
 from flywheel.cost_model import Machine
 from flywheel.cost_model.calibrate import Price, Sample, price_here
 from flywheel.errors import WorkerDiedError
 from flywheel.process import enter_child
+from flywheel.vm.watching import PATIENCE, answer_of
+
+_ANSWER_S: Final = 900.0
+"""Most wall seconds in which a process prices its samples on some machines."""
+_QUIET_S: Final = 60.0
+"""Wall seconds until a line says that a process takes long, which is usual."""
+_EXIT_S: Final = 5.0
 
 
 @contextmanager
@@ -27,14 +35,14 @@ def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], Price]]:
         if jobs == 1 or len(samples) < jobs:
             return price_here(samples)
         context = multiprocessing.get_context("spawn")
-        shares: list[Connection] = []
+        shares: list[tuple[SpawnProcess, Connection]] = []
         for number in range(jobs):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, samples[number::jobs]), daemon=True)
             start_child(process.start)
             theirs.close()
             workers.append((process, ours))
-            shares.append(ours)
+            shares.append((process, ours))
         return lambda machines: _price(shares, machines, len(samples))
 
     try:
@@ -42,21 +50,25 @@ def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], Price]]:
     finally:
         for process, ours in workers:
             process.kill()
-            process.join()
+            end_process(process, _EXIT_S)
             ours.close()
 
 
-def _price(shares: Sequence[Connection], machines: Sequence[Machine], count: int) -> list[list[float]]:
+def _price(
+    shares: Sequence[tuple[SpawnProcess, Connection]], machines: Sequence[Machine], count: int
+) -> list[list[float]]:
     """Latencies [machines, samples] from the workers. With w workers, worker i has the samples i, i + w, i + 2w, ..."""
     priced = [[0.0] * count for _ in machines]
+    for _, lane in shares:
+        with suppress(OSError):  # its process is dead
+            lane.send(machines)
     try:
-        for share in shares:
-            share.send(machines)
         for number, share in enumerate(shares):
-            for row, found in zip(priced, share.recv(), strict=True):
+            rows = answer_of("a process that predicts", *share, " while it predicts", _ANSWER_S, PATIENCE, _QUIET_S)
+            for row, found in zip(priced, rows, strict=True):
                 row[number :: len(shares)] = found
-    except (EOFError, OSError) as error:
-        raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
+    except WorkerDiedError as death:
+        raise WorkerDiedError(f"{death}; --jobs 1 goes without") from death
     return priced
 
 

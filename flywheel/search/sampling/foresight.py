@@ -11,10 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from time import perf_counter
 from types import TracebackType
 from typing import Final, Self
 
+from flywheel.children import end_process
 from flywheel.cost_model import Predictor, machine_for
 from flywheel.errors import ConfigError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
@@ -22,6 +24,12 @@ from flywheel.lowering.lower import lower
 from flywheel.process import no_collector
 from flywheel.search.trials.forks import fork
 from flywheel.search.workload import Workload
+from flywheel.vm.watching import PATIENCE, answer_of
+
+_PREDICTS: Final = "a process that predicts"
+_ANSWER_S: Final = 300.0
+"""Most wall seconds of one prediction."""
+_EXIT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +138,12 @@ class Foresight:
     def _attend(self) -> None:
         """Run a process from a thread of its own. The process's death ends every prediction."""
         try:
-            process, (lane,) = fork("a process that predicts", _serve, 1, self._workload, self._predictor)
+            process, (lane,) = fork(_PREDICTS, _serve, 1, self._workload, self._predictor)
             try:
-                self._answer(partial(_ask, lane), lasting=True)
+                self._answer(partial(_ask, process, lane), lasting=True)
             finally:
                 process.kill()
-                process.join()
+                end_process(process, _EXIT_S)
                 lane.close()
         except WorkerDiedError as death:
             self._end(death)
@@ -152,12 +160,13 @@ class Foresight:
         self._wanted.clear()
 
 
-def _ask(lane: Connection, config: ScheduleConfig) -> float | None:
-    try:
+def _ask(process: ForkServerProcess, lane: Connection, config: ScheduleConfig) -> float | None:
+    with suppress(OSError):  # it is dead
         lane.send(config)
-        latency_us: float | None = lane.recv()
-    except (EOFError, OSError) as error:
-        raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
+    try:
+        latency_us: float | None = answer_of(_PREDICTS, process, lane, " while it predicts", _ANSWER_S, PATIENCE, 0.0)
+    except WorkerDiedError as death:
+        raise WorkerDiedError(f"{death}; --jobs 1 goes without") from death
     return latency_us
 
 

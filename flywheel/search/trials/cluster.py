@@ -26,11 +26,13 @@ from flywheel.search.trials.evaluate import Prepared
 from flywheel.search.trials.processes import CALL_S, MEASURE_S, START_S
 from flywheel.search.trials.pulse import Pulse
 from flywheel.search.trials.station import Setup, Station
+from flywheel.vm.watching import tell
 
 _LANES: Final = ("prepare", "measure")
 """Calls in one lane run one after the other. Calls in different lanes run side by side."""
 
 _POLL_S: Final = 1.0
+_SAY_S: Final = (5.0, 15.0, 45.0, 135.0, 405.0)
 
 _CONNECT_S: Final = 10.0
 _LEAVE_S: Final = 10.0
@@ -149,7 +151,7 @@ class RayHost:
         self._pulse.check()  # actors answer for a while without their head
         try:
             asked = getattr(actor, method).options(concurrency_group=lane).remote(*arguments)
-            if not self._wait(asked, limit_s, of=actor):
+            if not self._wait(asked, limit_s, of=actor, starts=method == "ready"):
                 self.end(now=True)
                 raise WorkerDiedError(f"{self.name}: no answer within {limit_s:g} s")
             return ray.get(asked)
@@ -164,14 +166,16 @@ class RayHost:
                 self._pulse.confirm()
             raise WorkerDiedError(f"{self.name}: {_line(error)}") from error
 
-    def _wait(self, asked: Any, limit_s: float, of: Any = None) -> bool:
-        """Whether `asked` is answered within `limit_s`.
+    def _wait(self, asked: Any, limit_s: float, of: Any = None, starts: bool = False) -> bool:
+        """Whether `asked` is answered within `limit_s`. Lines say that an actor that `starts` takes long.
 
         Raises WorkerDiedError where the actor `of` was ended while it waited for room, and ClusterGoneError.
         """
         waited_s = 0.0
         while not ray.wait([asked], timeout=_POLL_S)[0]:
             waited_s += _POLL_S
+            if starts and waited_s in _SAY_S:
+                tell(f"{self.name} waits for room in the cluster, or starts, for {waited_s:g} s; it has {limit_s:g} s")
             if of is not None and self._actor is not of:
                 raise WorkerDiedError(f"{self.name}: was ended")
             if waited_s >= limit_s:

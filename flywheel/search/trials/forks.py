@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Final
 
-from flywheel.children import start_child, start_fork_server
+from flywheel.children import fork_server_pid, start_child, start_fork_server
 from flywheel.errors import WorkerDiedError
 from flywheel.process import enter_child, set_environment, usable_cores
+from flywheel.vm.watching import PATIENCE, Patience, watched
 
 _NURSERY: Final = ("flywheel.search.trials.nursery",)
 
+
+_FORK_S: Final = 960.0
+"""Most wall seconds until the server process forks. Its first start compiles, on a busy machine for minutes."""
+_QUIET_S: Final = 60.0
+"""Wall seconds until a line says so: a first start is announced anyway."""
+_FORKING: Final = threading.Lock()
 
 MOST_JOBS: Final = 16
 """Most processes that predict unless `jobs` says otherwise: a sampler asks for few predictions at once."""
@@ -35,7 +43,7 @@ def expect_forks() -> None:
 
 
 def fork(
-    name: str, serve: Callable[..., None], lanes: int, *arguments: Any
+    name: str, serve: Callable[..., None], lanes: int, *arguments: Any, patience: Patience = PATIENCE
 ) -> tuple[ForkServerProcess, list[Connection]]:
     """Fork a process that runs `serve(its ends of the lanes, *arguments)`; return it and our ends of the `lanes`.
 
@@ -47,9 +55,14 @@ def fork(
     pairs = [context.Pipe() for _ in range(lanes)]
     theirs = [their for _, their in pairs]
     process = context.Process(target=_begin, args=(dict(os.environ), serve, theirs, arguments), name="flywheel-fork")
+    server = "the process that forks others"
+    watching = watched(server, fork_server_pid(), " while it imports and compiles", _FORK_S, patience, _QUIET_S)
     try:
-        start_child(process.start)
+        with _FORKING, watching as watch:  # one after the other, so that one of those who wait says so
+            start_child(process.start)
     except (EOFError, OSError) as error:
+        if watch.killed:
+            raise WorkerDiedError(f"{name}: {server} {watch.killed}, and was killed") from error
         raise WorkerDiedError(f"{name}: no process starts: {str(error) or type(error).__name__}") from error
     finally:
         for their in theirs:

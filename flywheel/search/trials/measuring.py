@@ -25,10 +25,13 @@ from flywheel.search.trials.device import missing_modules
 from flywheel.vm.gpu.devices import describe_gpu
 from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
-from flywheel.vm.worker import Bench, Parcel, Work
+from flywheel.vm.worker import Bench, Parcel, Work, enter_phase
 
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
+
+_IMPORT_S: Final = 180.0
+"""Wall seconds that a worker's imports may take, torch's above all, from a slow file system, too."""
 
 _COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...], bool], Lock]] = {}
 
@@ -70,6 +73,7 @@ def make_bench(
     `dtype` is a key of DTYPES, and `weights` names the format in which matrices are stored. Raises as CudaBench and
     open_source do.
     """
+    enter_phase("imports its packages", _IMPORT_S)
     from flywheel.decode.bench import CudaBench
     from flywheel.decode.source import open_source
 

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Final
 
+from flywheel.children import end_process
 from flywheel.errors import FlywheelError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
@@ -20,6 +22,10 @@ from flywheel.process import prompt_threads
 from flywheel.search.trials.evaluate import Prepared
 from flywheel.search.trials.forks import fork
 from flywheel.search.trials.station import Predicting, Setup, Station
+from flywheel.vm.watching import PATIENCE, Patience, answer_of
+
+GREET_S: Final = 60.0
+"""Most wall seconds until a station's first word."""
 
 START_S: Final = 960.0
 """Most wall seconds until a station is ready: a little more than its child's start may take."""
@@ -39,8 +45,11 @@ _EXIT_S: Final = 10.0
 class ProcessHost:
     """A station in a process of its own, with `environ` added to its environment."""
 
-    def __init__(self, name: str, setup: Setup, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, setup: Setup, environ: Mapping[str, str] | None = None, patience: Patience = PATIENCE
+    ) -> None:
         self.name: Final = name
+        self._patience = patience
         self._setup = setup
         self._environ = dict(environ or {})
         self._process: ForkServerProcess | None = None
@@ -50,8 +59,9 @@ class ProcessHost:
         """As `Host.start`."""
         self.end(now=True)
         # The dead station's connections stay open: another thread may still read from them.
-        self._process, lanes = fork(self.name, serve, len(_LANES), self._setup, self._environ)
+        self._process, lanes = fork(self.name, serve, len(_LANES), self._setup, self._environ, patience=self._patience)
         self._lanes = tuple(lanes)
+        self._call(0, "greet", (), GREET_S, " while it starts", quiet_s=0.0)
         environment: Environment = self._call(0, "ready", (), START_S)
         return environment
 
@@ -77,30 +87,26 @@ class ProcessHost:
         else:
             for lane in lanes:
                 lane.close()
-        process.join(_EXIT_S)
-        process.kill()
-        process.join(_EXIT_S)
+        end_process(process, _EXIT_S)
 
     @property
     def pid(self) -> int | None:
         """The station's process id; None where there is none."""
         return None if self._process is None else self._process.pid
 
-    def _call(self, lane: int, method: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
+    def _call(
+        self, lane: int, method: str, arguments: tuple[Any, ...], limit_s: float, doing: str = "", quiet_s: float = inf
+    ) -> Any:
+        """The station's answer, within `limit_s`. It says itself what it waits for, unless it is stopped."""
         process, lanes = self._process, self._lanes
         if process is None:
             raise WorkerDiedError(f"{self.name}: has ended")
-        with suppress(EOFError, OSError):  # the station is dead; its last message may be cut off
+        with suppress(OSError):  # the station is dead
             lanes[lane].send((method, arguments))
-            if not lanes[lane].poll(limit_s):
-                process.kill()
-                raise WorkerDiedError(f"{self.name}: no answer within {limit_s:g} s")
-            answer = lanes[lane].recv()
-            if isinstance(answer, FlywheelError):
-                raise answer
-            return answer
-        process.join(_EXIT_S)
-        raise WorkerDiedError(f"{self.name}: died with exit code {process.exitcode}")
+        answer = answer_of(self.name, process, lanes[lane], doing, limit_s, self._patience, quiet_s)
+        if isinstance(answer, FlywheelError):
+            raise answer
+        return answer
 
 
 def serve(lanes: Sequence[Connection], setup: Setup, environ: Mapping[str, str]) -> None:

@@ -98,6 +98,9 @@ class Station:
                 if compile_all is not None:
                     self._compiling = Thread(target=compile_all, args=(self._closing.is_set,), daemon=True)
 
+    def greet(self) -> None:
+        """Answer, since the station lives."""
+
     def ready(self) -> Environment:
         """Wait until the station can measure, and return its environment.
 

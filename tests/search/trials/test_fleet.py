@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +18,19 @@ from typing import Any
 import pytest
 from effort import FULL, LONG
 
+from flywheel.children import fork_server_pid
 from flywheel.errors import FlywheelError, NoGpuError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.outcome import Crashed, Measured, Predicted, TimedOut
 from flywheel.search.space import make_space
 from flywheel.search.trials.engine import InlineEngine
 from flywheel.search.trials.fleet import STARTS, Fleet, Look
+from flywheel.search.trials.forks import expect_forks
 from flywheel.search.trials.host import Host
 from flywheel.search.trials.processes import ProcessHost
 from flywheel.search.trials.station import Measuring, Predicting, Setup
 from flywheel.vm.client import Limits
+from flywheel.vm.watching import Patience
 
 LIMITS = Limits(start_s=120, answer_s=120)
 Fleets = Callable[..., Any]
@@ -283,6 +288,31 @@ def test_a_child_that_is_killed_while_it_starts_is_started_again(
     means = Measuring(partial(toy_measures.make_at_last, str(tmp_path), STARTS - 1), limits=LIMITS)
     with fleets(Setup(lab.workload, means, toy_measures.here)) as fleet:
         assert [type(outcome) for outcome in outcomes(fleet, configs)] == [Measured] * 5
+
+
+@pytest.mark.parametrize("who", ["GPU worker", "process 0", "the process that forks others"])
+def test_a_search_says_who_is_stopped_and_starts_another(
+    who: str, lab: Any, toy_measures: ModuleType, configs: list[ScheduleConfig], tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    hasty = Patience(say_s=0.3, stopped_s=1.0)
+    make, capture = partial(toy_measures.make_toy, str(tmp_path)), toy_measures.here
+    match who:
+        case "GPU worker":
+            make = partial(toy_measures.make_after_a_stop, str(tmp_path))
+        case "process 0":
+            capture = partial(toy_measures.stop_at_first, str(tmp_path))
+        case _:
+            expect_forks()
+            os.kill(fork_server_pid(), signal.SIGSTOP)
+    setup = Setup(lab.workload, Measuring(make, limits=replace(LIMITS, patience=hasty)), capture)
+    with Fleet([ProcessHost("process 0", setup, patience=hasty)], nothing_known) as fleet:
+        assert [type(outcome) for outcome in outcomes(fleet, configs[:1])] == [Measured]
+    said = capfd.readouterr().err
+    if who == "GPU worker":  # a station writes where its fork server does, which is older than this test
+        assert (tmp_path / "stopped").exists()
+    else:
+        assert re.search(rf"^flywheel: {who} \(process \d+\) is stopped, and has not answered", said, re.MULTILINE)
 
 
 def test_workers_that_cannot_start_are_news_not_an_outcome(lab: Any, toy_measures: ModuleType) -> None:
