@@ -30,13 +30,18 @@ ROUNDS: Final = 12
 
 
 def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The rows of the fastest FINALISTS programs, imported ones included, each by its fastest row. Empty if fewer than
-    two programs were measured, or if these programs have had their final in this store."""
+    """The rows of the fastest FINALISTS programs, imported ones included, each by its fastest row; and of the fastest
+    program that was known before the search, so that the final says what searching gained. Empty if fewer than two
+    programs were measured, or if these programs have had their final in this store."""
+    seeds = {record.program_id for record in records if record.source == "seed"}
     fastest: dict[str | None, TrialRecord] = {}
     for record in sorted(standing(records), key=lambda record: (record.objective_us or 0.0, record.trial)):
         if record.outcome == "measured":
             fastest.setdefault(record.program_id, record)
-    chosen = list(fastest.values())[:FINALISTS]
+    ordered = list(fastest.values())
+    chosen = ordered[:FINALISTS]
+    if not any(record.program_id in seeds for record in chosen):
+        chosen += [record for record in ordered if record.program_id in seeds][:1]
     settled = all(record.source == "final" and not record.is_imported for record in chosen)
     return [] if len(chosen) < 2 or settled else chosen
 

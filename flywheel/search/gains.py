@@ -16,7 +16,7 @@ class Gains:
     the fastest row of the schedules that were known before, `start` among them; None where the campaign did not try
     one. All rows have a latency of the kind of `best`.
 
-    `sure` says whether a final could tell `best` from `seed`; None where no final compared anything.
+    `sure` says whether the final could tell `best` from `seed`; None where no final compared the two.
     """
 
     start: TrialRecord | None
@@ -36,9 +36,8 @@ def gained(space: Space, records: Sequence[TrialRecord]) -> Gains | None:
     known = [record for identity, record in rows.items() if identity in seeds | {first}]
     seed = min(known, key=_latency, default=None)
     sure = None
-    if best.source == "final" and seed is not None:
-        equal = {record.program_id for record in (best, *tied_with(best, records))}
-        sure = seed.program_id not in equal
+    if best.source == "final" and seed is not None and seed.created_at == best.created_at:  # rows of one final
+        sure = seed.program_id not in {record.program_id for record in (best, *tied_with(best, records))}
     return Gains(rows.get(first), seed, best, sure)
 
 

@@ -119,6 +119,19 @@ def test_the_best_are_measured_again_in_turn_and_the_winner_is_sure(
     assert (summary.trials, summary.best_measured_us) == (7, result.best.latency_us)
 
 
+def test_the_fastest_known_before_is_in_the_final_even_if_five_others_are_faster(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    run(lab, engine())
+    usual = lab.store.trials("toy")[0]
+    found = [timed(usual, 1000.0 - n, trial=n, program_id=f"p{n}", source="search") for n in range(8)]
+    seeds = [replace(found[1], source="seed"), replace(found[0], source="seed")]
+    chosen = [row.program_id for row in finalists([*seeds, *found[2:]])]
+    assert chosen == ["p7", "p6", "p5", "p4", "p3", "p1"]
+    among = replace(found[7], source="seed")
+    assert len(finalists([*seeds, *found[2:7], among])) == FINALISTS
+
+
 def test_twins_are_tied(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
     noisy = engine()
     noisy.latency_us = lambda program: 1000.0
