@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class FlywheelError(Exception):
     """Base of every error that flywheel raises on purpose."""
@@ -41,6 +43,23 @@ class UsageError(FlywheelError):
 
 class ContextError(UsageError):
     """A prompt and the tokens that are asked for behind it do not fit the context."""
+
+
+class RequestError(UsageError):
+    """The tokenizer or the chat template of a model refuses a text or a conversation. Its files are fine."""
+
+
+class TokenizerError(UsageError):
+    """A file of a tokenizer is at fault, or ends the library that reads it. `fault` is the message without the file's
+    directory."""
+
+    def __init__(self, file: Path, why: str) -> None:
+        super().__init__(f"{str(file)!r}: {why}")
+        self.file, self.why = file, why
+        self.fault = f"{file.name}: {why}"
+
+    def __reduce__(self) -> tuple[type[TokenizerError], tuple[Path, str]]:
+        return type(self), (self.file, self.why)
 
 
 class BundleError(UsageError):

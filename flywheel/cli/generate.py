@@ -103,7 +103,7 @@ def generate(
             source, given, gpu, dtype, context, device, 1 + lookup, weights, ranks, 1 + lookup, store_here(ctx),
             words.append,
         )
-        request = _request(program, source, ids, max_tokens)
+        request = _request(program, source, ids, max_tokens, tokenizer)
         note(*words)
         shown = _Shown(tokenizer, as_json) if stream else None
         generation = _run(program, source, request, device, sampling, verify, shown)
@@ -187,13 +187,15 @@ def _document(
     }
 
 
-def _request(program: MegakernelProgram, source: Source, ids: Sequence[int], max_tokens: int) -> Request:
+def _request(
+    program: MegakernelProgram, source: Source, ids: Sequence[int], max_tokens: int, tokenizer: Tokenizer | None
+) -> Request:
     """The request of a prompt, which ends at the model's own ends. Raises as `make_request`."""
     from flywheel.decode.interface import read_interface
     from flywheel.decode.request import make_request
     from flywheel.models.tokenizer import end_ids
 
-    stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder)
+    stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder, tokenizer)
     return make_request(ids, max_tokens, stop_ids, source.spec, read_interface(program, source.spec).context)
 
 

@@ -1,8 +1,9 @@
 """Text to token ids and back, and the ids that end a text, from the files beside a checkpoint's weights.
 
-The files may come from a stranger. Whatever they hold, the answer is the requested one, or one UsageError that names
-the file. Source: huggingface/tokenizers; huggingface/transformers, `generation/configuration_utils.py`
-(`eos_token_id`).
+The files may come from a stranger. Whatever they hold, the answer is the requested one, a TokenizerError that names the
+file, or a RequestError that says what is wrong with the request. Source: huggingface/tokenizers;
+huggingface/transformers, `generation/configuration_utils.py` (`eos_token_id`); vLLM, `v1/engine/processor.py`, which
+also ends at the tokenizer's `eos_token`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ from time import monotonic
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
-from flywheel.errors import IrFormatError, UsageError
+from flywheel.children import start_child
+from flywheel.errors import RequestError, TokenizerError, UsageError
 from flywheel.installing import install_line
-from flywheel.ir.files import parse_json
+from flywheel.models.tokenizer_files import GENERATION, MODEL, TOKENIZER, object_of
+from flywheel.process import child_environment
 
-_TOKENIZER: Final = "tokenizer.json"
-_ENDS: Final = ("generation_config.json", "config.json")
-_MAX_TOKENIZER_BYTES: Final = 256 * 1024**2
-_MAX_CONFIG_BYTES: Final = 4 * 1024**2
 _READ_BYTES: Final = 2**16
 """Most bytes that a pipe holds."""
 LIMIT_S: Final = 30.0
@@ -40,16 +39,18 @@ class Tokenizer:
     """The tokenizer of a checkpoint's directory. It runs in a process of its own until `close`, since a file can make
     the library panic, take all memory or match a pattern for hours.
 
-    Raises UsageError where the directory has none, or none that can be read. Each method raises it where the library
-    fails, dies or has no answer within LIMIT_S.
+    Raises UsageError where the directory has none, and TokenizerError where it has none that can be read. Each method
+    raises TokenizerError where the library fails, dies or has no answer within LIMIT_S; the next call starts another
+    process.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / _TOKENIZER
-        if _read(self._file, _MAX_TOKENIZER_BYTES) is None:
-            raise UsageError(f"{str(folder)!r} has no {_TOKENIZER}, which a text prompt needs; give token ids instead")
+        self._folder = folder
+        if not has_tokenizer(folder):
+            raise UsageError(f"{str(folder)!r} has no {TOKENIZER}, which a text prompt needs; give token ids instead")
         self._process: subprocess.Popen[bytes] | None = None
-        self._begin()
+        self.end_id: Final = self._begin()
+        """The id of its end-of-text token; None where it has none."""
 
     def __enter__(self) -> Self:
         return self
@@ -66,32 +67,40 @@ class Tokenizer:
             self._process.communicate()
             self._process = None
 
-    def _begin(self) -> None:
-        """Start a process and let it read the file."""
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flywheel.models.tokenizing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
-        self._tell({"open": str(self._file)})
+    def _begin(self) -> int | None:
+        """Start a process and let it read the files. Returns the id of the end-of-text token."""
+        words = [sys.executable, "-P", "-m", "flywheel.models.tokenizing", str(os.getpid())]
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0,
+                bufsize=0, env=child_environment(TOKENIZERS_PARALLELISM="false"),
+            )  # fmt: skip
+
+        try:
+            self._process = start_child(start)
+        except OSError as error:
+            raise self._failure(f"its tokenizer's process cannot be started: {error.strerror or error}") from None
+        end_id: int | None = self._tell({"open": str(self._folder)})
+        return end_id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the model expects around it."""
+        """Token ids of `text`, with the special tokens that the model expects around it. Raises RequestError for half
+        a character."""
         ids: list[int] = self._ask({"encode": text})
         return ids
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation up to the beginning of the next answer, by the model's chat template.
 
-        Messages have a `role` and a `content`. Raises UsageError also where there is no template.
+        Messages have a `role` and a `content`. Raises UsageError also where there is no template, and RequestError
+        where the template refuses the conversation.
         """
         if find_spec("jinja2") is None:
             raise UsageError(f"a chat needs jinja2: {install_line('hf')}")
         ids: list[int] | None = self._ask({"chat": [dict(message) for message in messages]})
         if ids is None:
-            raise UsageError(f"{str(self._file.parent)!r} has no chat template")
+            raise UsageError(f"{str(self._folder)!r} has no chat template")
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -119,12 +128,19 @@ class Tokenizer:
         answer = None
         try:
             answer = json.loads(self._line(json.dumps(request).encode() + b"\n"))
-            if "error" not in answer:
-                return answer["done"]
-            raise UsageError(f"{str(self._file)!r} fails as a tokenizer: {answer['error']}")
         finally:
             if answer is None or "error" in answer:
                 self.close()
+        if "refused" in answer:
+            raise RequestError(answer["refused"])
+        if "file" in answer:
+            raise TokenizerError(self._folder / answer["file"], answer["why"])
+        if "error" in answer:
+            raise self._failure(f"fails as a tokenizer: {answer['error']}")
+        return answer["done"]
+
+    def _failure(self, why: str) -> TokenizerError:
+        return TokenizerError(self._folder / TOKENIZER, why)
 
     def _line(self, request: bytes) -> bytes:
         """The process's next line, within LIMIT_S, reading while it writes."""
@@ -140,12 +156,12 @@ class Tokenizer:
         while not parts[-1].endswith(b"\n"):
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - monotonic()))
             if not ready:
-                raise UsageError(f"{str(self._file)!r}: its tokenizer has no answer after {LIMIT_S:g} s")
+                raise self._failure(f"its tokenizer has no answer after {LIMIT_S:g} s")
             parts.append(process.stdout.read(_READ_BYTES) or b"")
             if not parts[-1]:
                 code = process.wait()
                 died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                raise UsageError(f"{str(self._file)!r} ends the library that reads it, with {died}")
+                raise self._failure(f"ends the library that reads it, with {died}")
         return b"".join(parts)
 
 
@@ -159,45 +175,22 @@ def _send(stream: IO[bytes], request: bytes) -> None:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the directory of a checkpoint has a tokenizer."""
-    return (folder / _TOKENIZER).is_file()
+    return (folder / TOKENIZER).is_file()
 
 
-def end_ids(folder: Path) -> frozenset[int]:
-    """Ids that end a text: `eos_token_id` of generation_config.json, else of config.json; none where neither says.
+def end_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Ids that end a text: `eos_token_id` of generation_config.json, else of config.json, and the end-of-text token of
+    the tokenizer.
 
-    Raises UsageError where it is neither an id nor a list of ids.
+    Raises TokenizerError where an `eos_token_id` is neither an id nor a list of ids.
     """
-    for name in _ENDS:
-        text = _read(folder / name, _MAX_CONFIG_BYTES)
-        if text is None:
-            continue
-        try:
-            content: object = parse_json(text)
-        except IrFormatError as error:
-            raise UsageError(f"{str(folder / name)!r} is not JSON: {_one_line(error)}") from error
-        given = content.get("eos_token_id") if isinstance(content, dict) else None
+    own = frozenset[int]() if tokenizer is None or tokenizer.end_id is None else frozenset([tokenizer.end_id])
+    for name in (GENERATION, MODEL):
+        given = (object_of(folder, name) or {}).get("eos_token_id")
         if given is None:
             continue
         ids = given if isinstance(given, list) else [given]
         if any(isinstance(number, bool) or not isinstance(number, int) for number in ids):
-            raise UsageError(f"{str(folder / name)!r}: eos_token_id is neither an integer nor a list of integers")
-        return frozenset(ids)
-    return frozenset()
-
-
-def _read(file: Path, limit: int) -> str | None:
-    """The file's text; None where there is no file."""
-    try:
-        if not file.is_file():
-            return None
-        with file.open("rb") as stream:
-            raw = stream.read(limit + 1)
-        if len(raw) > limit:
-            raise UsageError(f"{str(file)!r} is larger than {limit} bytes")
-        return raw.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{str(file)!r} cannot be read: {type(error).__name__}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
+            raise TokenizerError(folder / name, "eos_token_id is neither an integer nor a list of integers")
+        return own | frozenset(ids)
+    return own

@@ -1,54 +1,83 @@
-"""The process in which a stranger's tokenizer runs: a program of its own, with little memory.
+"""The process in which a stranger's tokenizer runs: a program of its own, with little memory and time.
 
-Reads a line of JSON with the tokenizer's path, `{"open": path}`, then one a request: `{"encode": text}`,
-`{"decode": [ids, ...]}`, `{"spell": ids}` or `{"chat": messages}`. Answers each with a line, `{"done": ...}`, or
-`{"error": text}` and the end. Ends with its stdin.
+Reads a line of JSON with the path of a checkpoint's directory, `{"open": path}`, then one a request:
+`{"encode": text}`, `{"decode": [ids, ...]}`, `{"spell": ids}` or `{"chat": messages}`. Answers each with a line:
+`{"done": ...}`; `{"refused": text}` for a request at fault; `{"file": name, "why": text}` for a file at fault; or
+`{"error": text}` for what the library raises, and the end. Ends with its stdin, and with its parent.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from datetime import datetime
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import IO, Any, Final
 
-from flywheel.process import limit_memory
+from flywheel.errors import RequestError, TokenizerError
+from flywheel.lifetime import die_with_parent
+from flywheel.process import leave_stdout, limit_memory, limit_work
 
-_CONFIG: Final = "tokenizer_config.json"
-_TEMPLATE: Final = "chat_template.jinja"
 _UNFINISHED: Final = "\ufffd"
 _FALLBACK: Final = re.compile("<0x([0-9A-F]{2})>")
 
 MAX_BYTES: Final = 4 * 2**30
 """Address space. The largest published tokenizers take a tenth of it."""
+MAX_SECONDS: Final = 40
+"""Processor time of a request, if whoever asked does not end it before."""
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Serve until stdin ends. The argument is the number of the process that started this one."""
+    die_with_parent(int(sys.argv[1]))
     limit_memory(MAX_BYTES)
-    from tokenizers import Tokenizer as Fast
+    limit_work(MAX_SECONDS)
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    leave_stdout()  # the library prints there
+    sys.excepthook = partial(_report, answers)
+    from flywheel.models.tokenizer_loading import load
 
-    sys.excepthook = _report
-    tokenizer: Any = None
+    loaded: Any = None
     for line in sys.stdin.buffer:
+        limit_work(MAX_SECONDS)
         request = json.loads(line)
-        if tokenizer is None:
-            path = Path(request["open"])
-            tokenizer = Fast.from_str(path.read_text(encoding="utf-8"))
-            _answer(done=None)
-        elif "chat" in request:
-            text = _chat_text(path.parent, request["chat"])
-            _answer(done=None if text is None else tokenizer.encode(text, add_special_tokens=False).ids)
-        elif "encode" in request:
-            _answer(done=tokenizer.encode(request["encode"]).ids)
-        elif "spell" in request:
-            _answer(done=[_spelled(tokenizer, token_id) for token_id in request["spell"]])
-        else:
-            _answer(done=[tokenizer.decode(ids) for ids in request["decode"]])
+        try:
+            if loaded is None:
+                loaded = load(Path(request["open"]))
+                _answer(answers, done=loaded.end_id)
+            else:
+                _answer(answers, done=done(loaded, request))
+        except RequestError as error:
+            _answer(answers, refused=str(error))
+        except TokenizerError as error:
+            _answer(answers, file=error.file.name, why=error.why)
+
+
+def done(loaded: Any, request: Mapping[str, Any]) -> Any:
+    """What a request asks of a tokenizer. Raises RequestError, TokenizerError, and what the library raises."""
+    if "chat" in request:
+        from flywheel.models.templating import render
+
+        text = render(loaded.templates, request["chat"], loaded.special)
+        return None if text is None else _encoded(loaded, "messages", text, special=False)
+    if "encode" in request:
+        return _encoded(loaded, "prompt", request["encode"], special=True)
+    if "spell" in request:
+        return [_spelled(loaded.fast, token_id) for token_id in request["spell"]]
+    return [loaded.fast.decode(ids) for ids in request["decode"]]
+
+
+def _encoded(loaded: Any, what: str, text: str, special: bool) -> list[int]:
+    """Token ids of a text. Raises RequestError for one that is no Unicode text."""
+    lone = next((letter for letter in text if "\ud800" <= letter <= "\udfff"), None)
+    if lone is not None:
+        raise RequestError(f"{what}: the text has half a character, U+{ord(lone):04X} (a lone surrogate)")
+    ids: list[int] = loaded.fast.encode(text, add_special_tokens=special).ids
+    return ids
 
 
 def _spelled(tokenizer: Any, token_id: int) -> tuple[str, list[int] | None]:
@@ -76,49 +105,14 @@ def _letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-def _chat_text(folder: Path, messages: list[dict[str, str]]) -> str | None:
-    """The messages, and the beginning of an answer, as the model's template writes them; None without a template.
-
-    Source: huggingface/transformers, `utils/chat_template_utils.py`.
-    """
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    config: dict[str, Any] = {}
-    if (folder / _CONFIG).is_file():
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    template = config.get("chat_template")
-    if (folder / _TEMPLATE).is_file():
-        template = (folder / _TEMPLATE).read_text(encoding="utf-8")
-    if isinstance(template, list):  # named ones, of which one is the default
-        template = next((each["template"] for each in template if each.get("name") == "default"), None)
-    if template is None:
-        return None
-
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **given: json.dumps(value, ensure_ascii=False, **given)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    special = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in config.items()
-        if name.endswith("_token") and token is not None
-    }
-    return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
+def _answer(answers: IO[str], **said: object) -> None:
+    answers.write(json.dumps(said) + "\n")
+    answers.flush()
 
 
-def _answer(**said: object) -> None:
-    sys.stdout.write(json.dumps(said) + "\n")
-    sys.stdout.flush()
-
-
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report(answers: IO[str], kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What the library raises for a malformed file is Exception itself, and for a bug a PanicException."""
-    _answer(error=" ".join(str(error).split())[:120])
+    _answer(answers, error=" ".join(str(error).split())[:120] or kind.__name__)
 
 
 if __name__ == "__main__":

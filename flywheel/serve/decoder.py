@@ -76,8 +76,8 @@ class Decoder:
         self._session, self._spec = session, spec
         self._close = close
         self._folder = folder
-        self._stop_ids = frozenset[int]() if folder is None else end_ids(folder)
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
+        self._stop_ids = frozenset[int]() if folder is None else end_ids(folder, self._tokenizer)
         self._batch = Batch(session, _no_texts if self._tokenizer is None else self._tokenizer.decode_each)
         self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)
 

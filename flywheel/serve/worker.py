@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Final
 
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import ContextError, FlywheelError, UsageError
+from flywheel.errors import ContextError, FlywheelError, TokenizerError, UsageError
 from flywheel.process import enter_child
 from flywheel.serve.answers import Answer, Finish, Piece
 from flywheel.serve.decoder import Decoder
@@ -178,13 +178,18 @@ def _begin(
             stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
         )  # fmt: skip
     except FlywheelError as error:
-        connection.send(
-            [Refused(ask.number, str(error), isinstance(error, UsageError), isinstance(error, ContextError))]
-        )
+        connection.send([_refused(ask.number, error)])
         return
     answer.begin()
     connection.send([Begun(ask.number, answer.prompt_tokens)])
     answers[ask.number] = answer
+
+
+def _refused(number: int, error: FlywheelError) -> Refused:
+    """The end of a request. A fault of the tokenizer's files is not the request's; it names no path of this machine."""
+    if isinstance(error, TokenizerError):
+        return Refused(number, error.fault, usage=False)
+    return Refused(number, str(error), isinstance(error, UsageError), isinstance(error, ContextError))
 
 
 def _tell(said: list[Said], number: int, answer: Answer) -> bool:
@@ -192,7 +197,7 @@ def _tell(said: list[Said], number: int, answer: Answer) -> bool:
     try:
         said += [Part(number, piece) for piece in answer.ready()]
     except FlywheelError as error:
-        said.append(Refused(number, str(error), isinstance(error, UsageError)))
+        said.append(_refused(number, error))
         return True
     if answer.finish is None:
         return False

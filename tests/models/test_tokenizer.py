@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from flywheel.errors import UsageError
+from flywheel.errors import RequestError, TokenizerError, UsageError
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 
 
@@ -69,11 +74,127 @@ def change(folder: Path, **sections: object) -> Path:
     return folder
 
 
-def test_a_tokenizer_that_takes_all_memory_ends_its_own_process(folder: Path) -> None:
-    padding = {"strategy": {"Fixed": 10**10}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-               "pad_type_id": 0, "pad_token": "?"}  # fmt: skip
-    with Tokenizer(change(folder, padding=padding)) as tokenizer, pytest.raises(UsageError, match=r"tokenizer\.json"):
-        tokenizer.encode("hello")
+def chatting(folder: Path, template: str) -> Path:
+    """The directory with a chat template, and a token for every word."""
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_a_template_that_takes_all_memory_ends_its_own_process(folder: Path) -> None:
+    with Tokenizer(chatting(folder, "{{ 'x' * 10**11 }}")) as tokenizer:
+        with pytest.raises(TokenizerError, match="MemoryError"):
+            tokenizer.chat(HELLO)
+        assert tokenizer.encode("hello") == [0, 1]
+
+
+def test_a_template_that_loops_is_ended_and_the_next_call_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Tokenizer(chatting(folder, LOOP)) as tokenizer:
+        first = tokenizer._process.pid
+        monkeypatch.setattr("flywheel.models.tokenizer.LIMIT_S", 0.3)
+        with pytest.raises(TokenizerError, match=r"no answer after 0\.3 s"):
+            tokenizer.chat(HELLO)
+        assert not running(first)
+        monkeypatch.setattr("flywheel.models.tokenizer.LIMIT_S", 30.0)
+        assert tokenizer.encode("hello") == [0, 1]
+
+
+def test_the_kernel_ends_a_call_that_nobody_ends(folder: Path) -> None:
+    """Of a parent that is stopped, for example."""
+    words = [sys.executable, "-c", LIMITED, str(os.getpid())]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        requests = [{"open": str(chatting(folder, LOOP))}, {"encode": "hello"}, {"chat": HELLO}]
+        answer, _ = process.communicate("".join(json.dumps(each) + "\n" for each in requests), timeout=HANG_S)
+    assert [json.loads(line) for line in answer.splitlines()] == [{"done": None}, {"done": [0, 1]}]
+    assert process.returncode == -signal.SIGXCPU
+
+
+LIMITED = "from flywheel.models import tokenizing; tokenizing.MAX_SECONDS = 1; tokenizing.main()"
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+OWNER = """
+import sys
+from pathlib import Path
+from flywheel.models.tokenizer import Tokenizer
+tokenizer = Tokenizer(Path(sys.argv[1]))
+print(tokenizer._process.pid, flush=True)
+tokenizer.chat([{"role": "user", "content": "hello"}])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_tokenizer_in_a_loop_ends_with_its_owner(number: signal.Signals, folder: Path) -> None:
+    words = [sys.executable, "-c", OWNER, str(chatting(folder, LOOP))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
+        child = int(owner.stdout.readline())
+        while processor_ticks(child) < 20 + START_TICKS:  # it is in the loop
+            assert owner.poll() is None
+            time.sleep(0.05)
+        owner.send_signal(number)
+        owner.wait(HANG_S)
+        end = time.monotonic() + HANG_S
+        while running(child) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not running(child)
+
+
+START_TICKS = 30
+"""What the process needs to start."""
+
+
+def processor_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs. A dead one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('System role\\n not  supported') }}", "refuses them: System role not supported$"),
+        ("{{ messages[0].nothing.more }}", "cannot render them: .* has no attribute 'nothing'$"),
+        ("{{ 1 / 0 }}", "cannot render them: division by zero$"),
+    ],
+)
+def test_a_conversation_that_a_template_refuses_is_the_requests_fault(
+    template: str, words: str, folder: Path
+) -> None:
+    with Tokenizer(chatting(folder, template)) as tokenizer:
+        process = tokenizer._process
+        with pytest.raises(RequestError, match=f"^messages: the chat template {words}") as caught:
+            tokenizer.chat(HELLO)
+        assert str(folder) not in str(caught.value)
+        assert tokenizer.encode("hello") == [0, 1]
+        assert tokenizer._process is process
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ messages | nothing }}", "{{ ''.__class__.__mro__[1] }}"])
+def test_a_template_that_is_none_is_the_files_fault(template: str, folder: Path) -> None:
+    with Tokenizer(chatting(folder, template)) as tokenizer:
+        with pytest.raises(TokenizerError, match=r"chat_template\.jinja': chat template: ") as caught:
+            tokenizer.chat(HELLO)
+        assert caught.value.fault.startswith("chat_template.jinja: chat template: ")
+        assert tokenizer.encode("hello") == [0, 1]
+
+
+def test_half_a_character_is_the_requests_fault(folder: Path) -> None:
+    with Tokenizer(chatting(folder, "{{ messages[0].content }}")) as tokenizer:
+        process = tokenizer._process
+        with pytest.raises(RequestError, match=r"^prompt: .*U\+D83D"):
+            tokenizer.encode("a\ud83d")
+        with pytest.raises(RequestError, match=r"^messages: .*U\+D83D"):
+            tokenizer.chat([{"role": "user", "content": "\ud83d"}])
+        assert tokenizer._process is process
 
 
 def test_a_pattern_that_makes_the_library_panic_is_one_line(folder: Path) -> None:
@@ -98,27 +219,36 @@ def write(folder: Path, **files: object) -> Path:
 
 
 def test_the_generation_config_goes_before_the_config(tmp_path: Path) -> None:
-    assert end_ids(tmp_path) == frozenset()
+    assert end_ids(tmp_path, None) == frozenset()
     write(tmp_path, config={"eos_token_id": 5})
-    assert end_ids(tmp_path) == {5}
+    assert end_ids(tmp_path, None) == {5}
     write(tmp_path, generation_config={"eos_token_id": [7, 8]})
-    assert end_ids(tmp_path) == {7, 8}
+    assert end_ids(tmp_path, None) == {7, 8}
+
+
+def test_a_text_also_ends_at_the_tokenizers_own_end(folder: Path) -> None:
+    write(folder, tokenizer_config={"eos_token": "world"}, config={"model_type": "llama", "eos_token_id": 5})
+    with Tokenizer(folder) as tokenizer:
+        assert end_ids(folder, tokenizer) == {2, 5}
+    write(folder, tokenizer_config={})
+    with Tokenizer(folder) as tokenizer:
+        assert end_ids(folder, tokenizer) == {5}
 
 
 @pytest.mark.parametrize("silent", [{}, {"eos_token_id": None}])
 def test_a_silent_generation_config_leaves_it_to_the_config(silent: object, tmp_path: Path) -> None:
-    assert end_ids(write(tmp_path, config={"eos_token_id": [5]}, generation_config=silent)) == {5}
+    assert end_ids(write(tmp_path, config={"eos_token_id": [5]}, generation_config=silent), None) == {5}
 
 
 @pytest.mark.parametrize("ids", ["</s>", 1.5, True, [1, "2"], {"id": 1}])
 def test_ends_that_are_no_ids_are_refused(ids: object, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"generation_config\.json.*eos_token_id"):
-        end_ids(write(tmp_path, generation_config={"eos_token_id": ids}))
+        end_ids(write(tmp_path, generation_config={"eos_token_id": ids}), None)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"[]"])
 def test_a_malformed_config_is_one_line_that_names_the_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_bytes(content)
     with pytest.raises(UsageError, match=r"generation_config\.json") as caught:
-        end_ids(tmp_path)
+        end_ids(tmp_path, None)
     assert "\n" not in str(caught.value)

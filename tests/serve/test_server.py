@@ -183,7 +183,7 @@ def test_the_model_is_listed_and_the_server_is_well(client: OpenAI, served: Serv
         ({"prompt": "a", "model": "other"}, 404, "'other' is not served here; 'tiny' is"),
         ({"prompt": "a", "seed": 10**400}, 400, "seed"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"prompt": "\ud800"}, 400, "tokenizer"),
+        ({"prompt": "\ud800"}, 400, "prompt: the text has half a character, U+D800"),
         ({}, 400, "prompt: is missing"),
         ({"prompt": "a", "guided_json": {}}, 400, "guided_json: {} is not served here"),
         ({"prompt": [-1]}, 400, "prompt: token -1 is not in 0..259"),
@@ -214,8 +214,13 @@ def test_a_body_beyond_the_bound_is_refused_however_it_comes(served: Served) -> 
     assert connection.getresponse().status == 413
 
 
-def test_a_request_that_ends_the_tokenizer_ends_no_other(client: OpenAI, served: Served) -> None:
-    assert post(served, "/completions", b'{"model": "tiny", "prompt": "\\ud800"}')[0] == 400
+def test_a_conversation_that_the_template_refuses_is_told_its_words_and_no_path(
+    client: OpenAI, served: Served
+) -> None:
+    body = {"model": "tiny", "messages": [{"role": "developer", "content": "x"}]}
+    status, document = post(served, "/chat/completions", json.dumps(body).encode())
+    assert status == 400
+    assert document["error"]["message"] == "messages: the chat template refuses them: no role developer"
     assert client.completions.create(model="tiny", prompt="abc", max_tokens=2).choices
 
 

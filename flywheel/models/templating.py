@@ -1,0 +1,151 @@
+"""Chat templates as transformers renders them: their variables, tags and functions.
+
+A template is a stranger's program, so this runs in the tokenizer's process. Source: huggingface/transformers,
+`utils/chat_template_utils.py` and `tokenization_utils_base.py` (`apply_chat_template`), release 5.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from typing import Any, Final
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from flywheel.errors import RequestError, TokenizerError
+from flywheel.models.tokenizer_files import SETTINGS, Templates
+
+_MOST_WORDS: Final = 400
+"""Characters of a template's own words that a message repeats."""
+_RENDERING: Final = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template's expressions raise."""
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_ARGUMENTS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables that a special token cannot be called."""
+
+
+def render(templates: Templates, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str]) -> str | None:
+    """The conversation up to the beginning of the next answer, as the template `default` writes it; None without any
+    template. `special` are the special tokens by their names.
+
+    Raises TokenizerError for a template that is at fault, and RequestError for a conversation that it refuses.
+    """
+    if not templates.named:
+        return None
+    file, text = templates.default()
+    wrong = next((name for name in special if name in _ARGUMENTS), None)
+    if wrong is not None:
+        raise TokenizerError(templates.folder / SETTINGS, f"special token {wrong!r}: is a variable of chat templates")
+    if not messages:
+        raise RequestError("messages: none; a conversation has at least one")
+    try:
+        template = _compiled(text)
+    except (*_RENDERING, SyntaxError) as error:
+        raise TokenizerError(file, f"chat template: {_words(error)}") from None
+    try:
+        return template.render(
+            messages=[_message(each) for each in messages], tools=None, documents=None, add_generation_prompt=True,
+            **special,
+        )  # fmt: skip
+    except _RefusalError as error:
+        raise RequestError(f"messages: the chat template refuses them: {_words(error)}") from None
+    except SecurityError as error:
+        raise TokenizerError(file, f"chat template: {_words(error)}") from None
+    except _RENDERING as error:
+        raise RequestError(f"messages: the chat template cannot render them: {_words(error)}") from None
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without absent parts, and with its reasoning under the names that templates read."""
+    parts = {name: part for name, part in given.items() if part is not None}
+    reasoning = next((parts[name] for name in _REASONING if name in parts), None)
+    return parts if reasoning is None else {"thinking": reasoning, **parts, "reasoning_content": reasoning}
+
+
+class _RefusalError(TemplateError):
+    """A template called `raise_exception`."""
+
+
+class _Generation(Extension):
+    """The tag `{% generation %}`, which marks an assistant's words for training."""
+
+    tags = {"generation"}  # noqa: RUF012  as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.CallBlock:
+        """The block, in a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        block = nodes.CallBlock(self.call_method("_written"), [], [], body)
+        block.set_lineno(line)
+        return block
+
+    def _written(self, caller: Macro) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` in a template: makes dictionaries, and has no other methods of the type."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*arguments, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+
+class _Namespace(Namespace):
+    """`namespace` in a template, without names that begin with an underscore."""
+
+    def __init__(*arguments: Any, **named: Any) -> None:  # so that `self` may be a name
+        self, *rest = arguments
+        attributes = dict(*rest, **named)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}")
+
+
+def _refuse(message: object) -> None:
+    raise _RefusalError(str(message))
+
+
+def _tojson(
+    value: object, ensure_ascii: bool = False, indent: int | str | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@cache
+def _compiled(text: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form), "dict": _Dict(),
+        "namespace": _Namespace,
+    }  # fmt: skip
+    return environment.from_string(text)
+
+
+def _words(error: Exception) -> str:
+    """An error's own words, as one line that any channel can carry."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said[:_MOST_WORDS].encode("utf-8", "replace").decode()
