@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Final
 
 import click
 
@@ -15,10 +14,6 @@ from flywheel.cli.text import show, show_json, size
 from flywheel.errors import UsageError
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import parse_formats
-
-_BESIDE: Final = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "vocab.json", "merges.txt",
-                  "chat_template*")  # fmt: skip
-"""Files of a checkpoint that do not depend on its weights."""
 
 
 @command
@@ -47,6 +42,7 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
         raise UsageError(f"quantize: {output} already exists; name a new directory")
     from flywheel.ir.files import parse_json, read_text
     from flywheel.models.packing import the_format, write_checkpoint
+    from flywheel.models.tokenizer_files import MODEL, OTHERS, beside_weights
 
     formats = parse_formats(weights, source.dtype)
     own = the_format(formats, source.spec.tied_head)
@@ -58,9 +54,10 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
         raise UsageError(f"quantize: {output} cannot be written: {error.strerror or error}") from None
     try:
         write_checkpoint(draft, config, source.spec, source.stored, formats, DTYPES[source.dtype], best=best)
-        for pattern in _BESIDE:
-            for file in sorted(source.folder.glob(pattern)):
-                shutil.copyfile(file, draft / file.name)
+        for name in (*beside_weights(source.folder), *(name for name in OTHERS if (source.folder / name).is_file())):
+            if name != MODEL:
+                (draft / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source.folder / name, draft / name)
         draft.rename(output)
     except OSError as error:
         raise UsageError(f"quantize: {output} cannot be written: {error.strerror or error}") from None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from flywheel.decode.interface import read_interface
 from flywheel.decode.stored import Stored, is_stored, open_stored, sample_of, tensor_digest
@@ -16,6 +16,7 @@ from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
 from flywheel.ir.lanes import lanes_of
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec
+from flywheel.models.tokenizer_files import beside_weights
 from flywheel.plan import program_id
 from flywheel.version import VERSION
 from flywheel.vm.bundle.writing import bundle_files
@@ -23,11 +24,6 @@ from flywheel.vm.elements import stored
 from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
 from flywheel.vm.pack import pack
-
-BESIDE: Final = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-)  # fmt: skip
-"""Files of a checkpoint that a bundle copies, if they exist."""
 
 
 class Compile(Protocol):
@@ -83,7 +79,7 @@ def make_bundle(
         },
         "weights": {"layout": layout, "tensors": {name: _known(each) for name, each in tensors.items()}},
     }  # fmt: skip
-    others = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+    others = {name: (folder / name).read_bytes() for name in beside_weights(folder)}
     return bundle_files(packed, kernel, nvrtc_version(), about, others, names)
 
 

@@ -16,11 +16,11 @@ from typing import Final
 
 from flywheel.errors import UnknownNameError
 from flywheel.installing import install_line
+from flywheel.models.tokenizer_files import PATTERNS
 
 _REPO: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_CONFIG: Final = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
-_FOLDERS: Final = ("*/*",)
+_COPIES: Final = ("*/*.safetensors", "*/*.safetensors.index.json")
 """Patterns of files to leave out: folders of a repository hold copies of the weights in other formats."""
 
 
@@ -82,9 +82,9 @@ def _download(repo: str, weights: bool, announce: Callable[[str], None]) -> str 
     from huggingface_hub.errors import HfHubHTTPError
 
     announce(f"downloading {repo} from the Hugging Face Hub{'' if weights else ', without its weights'}")
-    wanted = [*_CONFIG, *(_WEIGHTS if weights else ())]
+    wanted = [*PATTERNS, *(_WEIGHTS if weights else ())]
     try:
-        snapshot_download(repo, allow_patterns=wanted, ignore_patterns=list(_FOLDERS))
+        snapshot_download(repo, allow_patterns=wanted, ignore_patterns=list(_COPIES))
     except (HfHubHTTPError, OSError, ValueError) as error:
         said = " ".join(str(error).split())[:200]
         return f"the download failed ({type(error).__name__}: {said}); {by_hand}"

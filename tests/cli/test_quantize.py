@@ -30,11 +30,17 @@ def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    for name in BESIDE:
+        (folder / name).write_text("{}")
     save_file(random_weights(load_spec(folder), 5), folder / "model.safetensors")
     return folder
 
 
+BESIDE = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
 FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-block", "int8-zeros", "int8-g64", "int4-g32", "int4-zeros",
            "int4-row")  # fmt: skip
 
@@ -56,7 +62,7 @@ def test_what_is_written_is_read_as_what_was_quantised(text: str, checkpoint: Pa
             assert torch.equal(found[key], plain[key])
         else:
             assert torch.equal(own, its)
-    assert (tmp_path / "q" / "tokenizer.json").read_text() == "{}"
+    assert all((tmp_path / "q" / name).read_text() == "{}" for name in BESIDE)
     assert json.loads(made.stdout)["bytes"] < json.loads(made.stdout)["bytes_before"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -315,8 +316,19 @@ def test_the_same_program_gives_the_same_bytes_and_nothing_is_written_over(
 
 def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        write_folder(tmp_path / "bundle", {"a": b"1", "b/c": b"2"})
+        write_folder(tmp_path / "bundle", {"a": b"1", "b/c/d": b"2"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bundle_has_every_file_of_the_tokenizer_and_is_read_with_them(checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    names = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates/tool_use.jinja")
+    (copy / "additional_chat_templates").mkdir()
+    for name in names:
+        (copy / name).write_text("{}")
+    write_folder(tmp_path / "bundle", make_files(copy, program_of(copy)))
+    assert all((tmp_path / "bundle" / name).read_text() == "{}" for name in names)
+    assert set(names) <= set(read_bundle(tmp_path / "bundle").manifest["files"])
 
 
 def test_a_program_of_several_ranks_is_refused_and_so_is_the_part_of_one(checkpoint: Path) -> None:

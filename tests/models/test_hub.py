@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from flywheel.decode.source import open_source
 from flywheel.errors import UnknownNameError
@@ -43,6 +44,15 @@ def keep(cache: Path, commit: str = "c0ffee", repo: str = REPO) -> Path:
     (snapshot / "config.json").symlink_to(owner / "blobs" / f"blob{commit}")
     (owner / "refs" / "main").write_text(commit, encoding="utf-8")
     return snapshot
+
+
+FILES = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+    "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+    "original/model.safetensors", "onnx/config.json", "README.md", "pytorch_model.bin", "original/tokenizer.model",
+]  # fmt: skip
+"""Of a repository: eight files that describe it, two of its weights, and others."""
 
 
 def with_hub(monkeypatch: pytest.MonkeyPatch, download: Any) -> None:
@@ -97,7 +107,7 @@ def test_a_download_is_announced_and_brings_the_model(cache: Path, monkeypatch: 
     asked: list[Any] = []
 
     def download(repo: str, **options: Any) -> None:
-        asked.append((repo, options["allow_patterns"]))
+        asked.append((repo, options["allow_patterns"], options["ignore_patterns"]))
         keep(cache)
 
     with_hub(monkeypatch, download)
@@ -106,10 +116,11 @@ def test_a_download_is_announced_and_brings_the_model(cache: Path, monkeypatch: 
     assert fetch_model(REPO, False, said.append) == REPO
     assert said == [f"downloading {REPO} from the Hugging Face Hub, without its weights"]
     assert asked[0][0] == REPO and "*.safetensors" not in asked[0][1]
+    assert list(filter_repo_objects(FILES, allow_patterns=asked[0][1], ignore_patterns=asked[0][2])) == FILES[:8]
     fetch_model(REPO, False, said.append)
     assert len(asked) == 1
     fetch_model(REPO, True, said.append)
-    assert "*.safetensors" in asked[1][1]
+    assert list(filter_repo_objects(FILES, allow_patterns=asked[1][1], ignore_patterns=asked[1][2])) == FILES[:10]
 
 
 @pytest.mark.parametrize("error", [HubError("401\nno such"), OSError("no route"), ValueError("bad")])

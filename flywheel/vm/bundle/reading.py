@@ -130,7 +130,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _content(folder: Path, name: str, about: Mapping[str, Any]) -> bytes:
     """The content of a file, checked against the manifest."""
-    if Path(name).name != name or "\0" in name:
+    inside = Path(name)  # of the directory or of a folder in it
+    if inside.is_absolute() or ".." in inside.parts or len(inside.parts) not in (1, 2) or "\0" in name:
         raise BundleError(f"bundle {folder}: file {name!r} is missing")
     if about["bytes"] > MAX_FILE_BYTES:
         raise BundleError(f"bundle {folder}: {name} has {about['bytes']:,} bytes, more than {MAX_FILE_BYTES:,}")

@@ -105,6 +105,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         undo.callback(shutil.rmtree, draft, ignore_errors=True)
         draft.mkdir()
         for name, data in files.items():
+            (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_bytes(data)
         draft.replace(place)
 
