@@ -15,6 +15,7 @@ import sqlite3
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -22,10 +23,12 @@ from time import process_time
 from types import FrameType
 from typing import Any, Final
 
+from chat_templates import Renderers, template
 from click.testing import CliRunner, Result
 from mutations import ODD, mutate_bytes, mutated_json, mutated_table
 from patience import HANG_S
 from strange_files import campaign_file, safetensors_file, tokenizer_file
+from tokenizer_directories import by_flywheel, by_transformers, differences, directory
 
 from flywheel.cli.main import cli
 from flywheel.cli.text import MAX_COMPLAINT, MAX_LINE
@@ -48,12 +51,14 @@ SEARCH: Final = ("--measure", "predict", "--engine", "local", "--jobs", "1", "--
 
 TARGETS: Final = (
     "program", "config", "schedule", "campaign", "options", "machine", "table", "foreign", "model", "safetensors",
-    "tokenizer", "store",
+    "tokenizer", "directory", "template", "store",
 )  # fmt: skip
 """Kinds of files."""
 NEEDS: Final[Mapping[str, Sequence[str]]] = {
     "safetensors": ("torch", "safetensors"),
     "tokenizer": ("torch", "safetensors", "tokenizers"),
+    "directory": ("torch", "safetensors", "tokenizers", "jinja2", "transformers"),
+    "template": ("tokenizers", "jinja2", "transformers"),
 }
 """Packages without which a kind is read by nobody; the store wants nothing but SQLite, the reports nothing."""
 
@@ -100,6 +105,9 @@ class Strangers:
         try:
             commands: Callable[[Random], Iterator[Sequence[object]]] = getattr(self, f"_{target}")
             for words in commands(Random(f"{target}:{seed}")):
+                if isinstance(words, str):  # what is wrong, found without a command
+                    wrong.append(f"{target} {seed}: {words}")
+                    continue
                 line = " ".join(str(word) for word in words)
                 result, told = watched([str(word) for word in words])
                 codes.append(result.exit_code if result is not None else "slow")
@@ -190,6 +198,28 @@ class Strangers:
         known = random.random() < 0.3
         Path("tokenizer.json").write_bytes(mutated_json(_tokenizer(), random) if known else tokenizer_file(random))
         yield "generate", "--model", ".", *WORK, "--prompt", "ab cab", "--max-tokens", "2"
+
+    def _directory(self, random: Random) -> Iterator[Sequence[object]]:
+        case = directory(random.randrange(2**32))
+        case.write(Path.cwd())
+        found = differences(by_flywheel(Path.cwd()), by_transformers(Path.cwd()))
+        if found is not None:
+            yield f"{case.name}: {found}"
+        if random.random() < 0.2:
+            self._checkpoint((self.model / "model.safetensors").read_bytes())
+            chat = random.choice(((), ("--chat",)))
+            yield "generate", "--model", ".", *WORK, "--prompt", "!", *chat, "--max-tokens", "2"
+
+    def _template(self, random: Random) -> Iterator[Sequence[object]]:
+        text = template(random.randrange(2**32))
+        found = self.renderers.differ(text)
+        if found is not None:
+            yield f"{text[:200]!r}: {found[:400]}"
+
+    @cached_property
+    def renderers(self) -> Renderers:
+        """What writes conversations by templates."""
+        return Renderers(self.folder)
 
     def _checkpoint(self, weights: bytes) -> None:
         shutil.copy(self.model / "config.json", "config.json")
