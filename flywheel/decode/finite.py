@@ -39,18 +39,23 @@ def explain_text(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType,
     """
     if isinstance(weights, WeightsOnRequest):
         return ""
-    for key, tensor in weights.items():
-        bad = first_not_finite(tensor) if tensor.itemsize > 1 else None
-        if bad is not None:
-            return f"; weight {key!r} is {bad[1]} at {list(bad[0])}"
     try:
-        own = OracleWeights(spec, weights, TORCH_DTYPES[dtype], next(iter(weights.values())).device)
-        return within_memory("the oracle", lambda: _explained(own, text))
+        return within_memory("the oracle", lambda: _bad_weight(weights) or _first_tensor(spec, weights, dtype, text))
     except GpuMemoryError:
         return ""
 
 
-def _explained(own: OracleWeights, text: Sequence[int]) -> str:
+def _bad_weight(weights: Mapping[str, Tensor]) -> str:
+    """The first weight that is not finite; empty if all are. Codes of eight bits were checked as they were read."""
+    for key, tensor in weights.items():
+        bad = first_not_finite(tensor) if tensor.itemsize > 1 else None
+        if bad is not None:
+            return f"; weight {key!r} is {bad[1]} at {list(bad[0])}"
+    return ""
+
+
+def _first_tensor(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
+    own = OracleWeights(spec, weights, TORCH_DTYPES[dtype], next(iter(weights.values())).device)
     watching = _Watching(own)
     for start in range(0, len(text), _CHUNK):
         tokens = torch.tensor(text[start : start + _CHUNK], device=own.device)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from torch import Tensor
 
-from flywheel.errors import UsageError, WeightsError
+from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.catalog import model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES
@@ -22,9 +21,9 @@ from flywheel.models.hf import load_scheme
 from flywheel.models.quantise import keeping, kept_bytes, same_layouts, typed
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
-from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_on_request
+from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_on_request, require_finite
 from flywheel.process import check_memory
-from flywheel.tensors import TORCH_DTYPES, first_not_finite
+from flywheel.tensors import TORCH_DTYPES
 
 Weights = Mapping[str, Tensor]
 """Weights by the keys of `checkpoint_tensors`; a quantised matrix by the keys of its parts (`models.quantise`)."""
@@ -75,7 +74,7 @@ class Source:
             raise UsageError(f"{self.name}: its checkpoint is {has}; weights {asked} would quantise it once more")
         scales = DType.F32 if own.usual is None else own.usual.scale_dtype(dtype)
         moved = ((key, tensor, typed(key, tensor, dtype, scales).to(device)) for key, tensor in self.stored.items())
-        return {key: _finite(key, tensor, stored) for key, stored, tensor in moved}
+        return {key: require_finite(key, tensor, stored) for key, stored, tensor in moved}
 
     def weights_on_request(self, dtype: DType, seed: int, device: str) -> WeightsOnRequest:
         """The same for unquantised weights, each made when it is asked for: read from the checkpoint, or drawn. The
@@ -85,7 +84,7 @@ class Source:
         stored, wanted = self.stored, TORCH_DTYPES[dtype]
 
         def make(key: str) -> Tensor:
-            return _finite(key, stored[key].to(device, wanted).contiguous(), stored[key])
+            return require_finite(key, stored[key].to(device, wanted).contiguous(), stored[key])
 
         return WeightsOnRequest(stored, make, [model_weight_key(self.spec, "embed")])
 
@@ -94,7 +93,7 @@ class Source:
         if self.stored is not None:
             keep = keeping(self.spec, formats, dtype)
             moved = (
-                keep(key, _finite(key, tensor.to(device, TORCH_DTYPES[dtype]), tensor))
+                keep(key, require_finite(key, tensor.to(device, TORCH_DTYPES[dtype]), tensor))
                 for key, tensor in self.stored.items()
             )
             return {key: kept for each in moved for key, kept in each.items()}
@@ -123,19 +122,6 @@ def open_source(given: str) -> Source:
     from flywheel.models.checkpoint import load_weights
 
     return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)), None, name)
-
-
-def _finite(key: str, tensor: Tensor, stored: Tensor) -> Tensor:
-    """The tensor, converted from `stored`. Raises WeightsError, with the first place, if it is not finite."""
-    bad = first_not_finite(tensor) if tensor.itemsize > 1 else None  # codes are checked as they are read
-    if bad is None:
-        return tensor
-    place, value = bad
-    original = float(stored[place])
-    if isfinite(original):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise WeightsError(f"tensor {key!r}: {original:g} at {list(place)} is beyond {dtype}")
-    raise WeightsError(f"tensor {key!r}: {value} at {list(place)}; supported: finite numbers")
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -30,8 +30,8 @@ class Verdict:
     """The worst of all comparisons with an oracle.
 
     `error` is that comparison's error, `where` its position, row and tensor, and `bound` the largest error allowed.
-    `error` is inf if a tensor holds a NaN, or differs where it must be exact. Raises ValueError if `passed` contradicts
-    the numbers.
+    `error` is inf if a tensor holds NaN or infinity, or differs where it must be exact. Raises ValueError if `passed`
+    contradicts the numbers.
     """
 
     passed: bool
@@ -54,7 +54,7 @@ class Verdict:
         if not any(position > 0 for position in self.positions):
             return f"positions {list(self.positions)} hold none after 0, where attention and RoPE cannot fail"
         if not isfinite(self.error):
-            return f"{self.where}: holds no number, or not what it must be exactly"
+            return f"{self.where}: holds NaN or infinity, or not what it must be exactly"
         if not self.error <= self.bound:
             return f"{self.where}: error {self.error:.3g} exceeds {self.bound:.3g} for {self.dtype}"
         return None

@@ -20,6 +20,7 @@ from flywheel.models.formats import BLOCK, HEAD, LAYER_MATRICES, WeightFormat, W
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import is_part, matrix_keys, pack, quantised
 from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import require_finite
 
 
 def the_format(formats: WeightFormats, tied_head: bool) -> WeightFormat:
@@ -44,10 +45,11 @@ def write_checkpoint(
     """Write `config.json` and `model.safetensors` into an existing folder, of weights with the keys of
     `checkpoint_tensors`.
 
-    Raises UsageError as `the_format`, WeightsError as `quantised`, and OSError.
+    Raises UsageError as `the_format`, WeightsError as `quantised` and for weights that are not finite, and OSError.
     """
     own = the_format(formats, spec.tied_head)
-    weights = quantised(spec, given, formats, dtype, best=best)
+    finite = {key: require_finite(key, tensor, tensor) for key, tensor in given.items()}
+    weights = quantised(spec, finite, formats, dtype, best=best)
     tensors = {key: tensor.contiguous() for key, tensor in weights.items() if not is_part(key)}
     for _, key in matrix_keys(spec):
         if codes_of(key) in weights:

@@ -26,7 +26,7 @@ from flywheel.models.spec import (
     layer_weight_key,
     layer_weight_shapes,
 )
-from flywheel.tensors import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES, all_finite
 
 Keep = Callable[[str, Tensor], dict[str, Tensor]]
 """A function from a weight's key and tensor to the tensors that replace it, by key."""
@@ -64,7 +64,7 @@ def _quantise_rows(
     part: Tensor, shared: int, group: int, format: WeightFormat, dtype: DType, best: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = part.shape
-    if not bool(torch.isfinite(part).all()):
+    if not all_finite([part]):
         raise WeightsError(f"a matrix of {rows} x {width} or more has elements that are not finite")
     wide = torch.nn.functional.pad(part.float(), (0, 0, 0, -rows % shared))
     blocks = wide.view(-1, shared, width // group, group).transpose(1, 2)  # [row blocks, groups, rows, columns]

@@ -23,6 +23,7 @@ from flywheel.models.quantise import matrix_keys, pack
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import LAYER_WEIGHT_KEYS, DecoderSpec, Shape, layer_weight_key
 from flywheel.models.weights import checkpoint_tensors
+from flywheel.tensors import first_not_finite
 
 _FLOATS: Final = ("F32", "F16", "BF16")
 _CODES: Final = MappingProxyType({DType.F8E4M3: ("F8_E4M3",), DType.I8: ("I8",)})
@@ -203,10 +204,13 @@ def _check_order(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: 
 
 
 def _check(base: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> None:
-    if not bool(torch.isfinite(scales.float()).all()) or not bool((scales.float() > 0).all()):
-        worst = scales.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf).min()
-        told = "not finite" if worst == -torch.inf else f"{float(worst):g}"
-        raise WeightsError(f"scales of '{base}weight': one is {told}; supported: positive and finite")
+    bad = first_not_finite(scales)
+    if bad is None and not bool((scales.float() > 0).all()):
+        place = tuple(int(each) for each in (scales.float() <= 0).nonzero()[0])
+        bad = place, float(scales[place])
+    if bad is not None:
+        told = f"{bad[1]:g} at {list(bad[0])}"
+        raise WeightsError(f"scales of '{base}weight': {told}; supported: positive and finite")
     if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
         raise WeightsError(f"tensor '{base}weight': a code is NaN; supported: numbers up to 448")
     if not scheme.format.zeros and zeros is not None and bool((numbers := zeros.float().flatten()).any()):

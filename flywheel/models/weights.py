@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from math import prod, sqrt
+from math import isfinite, prod, sqrt
 from types import MappingProxyType
 from typing import Final
 
@@ -23,7 +23,7 @@ from flywheel.models.spec import (
     model_weight_shapes,
 )
 from flywheel.process import usable_cores
-from flywheel.tensors import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES, first_not_finite
 
 _MATRIX: Final = MappingProxyType(
     {"q_proj": 1.5, "k_proj": 1.0, "v_proj": 1.0, "gate_proj": 1.0, "up_proj": 1.0, "lm_head": 1.0}
@@ -245,6 +245,20 @@ def _source_of(buffer: Buffer, weights: Mapping[str, Tensor]) -> str:
         wanted = "it has no source" if buffer.source is None else f"no tensor is called {buffer.source!r}"
         raise WeightsError(f"buffer {buffer.name!r}: {wanted}")
     return buffer.source
+
+
+def require_finite(key: str, tensor: Tensor, stored: Tensor) -> Tensor:
+    """The tensor, which was converted from `stored`. Raises WeightsError, with the first place, if it is not finite.
+    Codes of eight bits are checked as they are read."""
+    bad = first_not_finite(tensor) if tensor.itemsize > 1 else None
+    if bad is None:
+        return tensor
+    place, value = bad
+    original = float(stored[place])
+    if isfinite(original):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise WeightsError(f"tensor {key!r}: {original:g} at {list(place)} is beyond {dtype}")
+    raise WeightsError(f"tensor {key!r}: {value} at {list(place)}; supported: finite numbers")
 
 
 def stored_shape(dtype: DType, shape: Shape) -> Shape:

@@ -211,7 +211,7 @@ def test_an_error_that_is_no_number_is_null(
     result = run("verify", lowered, "--model", checkpoint, "--positions", "2", "--json")
     assert result.exit_code == 3
     assert json.loads(result.stdout)["error"] is None
-    assert "holds no number" in json.loads(result.stdout)["reason"]
+    assert "holds NaN or infinity" in json.loads(result.stdout)["reason"]
 
 
 def test_cuda_without_a_gpu_is_code_4(

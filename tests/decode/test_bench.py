@@ -105,7 +105,7 @@ class TestFaultsOnTheGpu:
     ) -> None:
         outcome = client.measure(faulty("nan"))
         assert isinstance(outcome, Incorrect)
-        assert outcome.reason.endswith("L1.mlp_out: holds no number, or not what it must be exactly")
+        assert outcome.reason.endswith("L1.mlp_out: holds NaN or infinity, or not what it must be exactly")
         assert outcome.verdict.passed is False
 
     def test_a_counter_that_nobody_signals_times_out_and_is_named(self, client: Client, faulty: Faulty) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from flywheel.measure.verdict import judge
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder, OracleWeights
 from flywheel.models.formats import parse_formats
+from flywheel.models.packing import write_checkpoint
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES, all_finite, first_not_finite
@@ -329,3 +331,12 @@ def test_a_weight_beyond_the_type_of_the_computation_is_named() -> None:
     source.weights(DType.BF16, 0)
     with pytest.raises(WeightsError, match=rf"^tensor '{DOWN}': 100000 at \[4, 7\] is beyond float16$"):
         source.weights(DType.F16, 0)
+
+
+def test_a_quantised_copy_of_a_model_is_not_written_of_weights_that_are_not_finite(tmp_path: Path) -> None:
+    key = "model.norm.weight"
+    weights = {**WEIGHTS, key: WEIGHTS[key].clone()}
+    weights[key][3] = nan
+    with pytest.raises(WeightsError, match=rf"^tensor '{key}': nan at \[3\]"):
+        write_checkpoint(tmp_path, {}, SPEC, weights, parse_formats("int8", "bf16"), DType.BF16)
+    assert not list(tmp_path.iterdir())

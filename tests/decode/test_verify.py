@@ -126,7 +126,7 @@ def test_reading_a_position_that_nothing_has_written_is_no_pass(
     monkeypatch.setattr(KvCaches, "write_past", write_less)
     verdict = judged(opened()[0], [5, 6])
     assert not verdict.passed
-    assert (verdict.reason or "").endswith("holds no number, or not what it must be exactly")
+    assert (verdict.reason or "").endswith("holds NaN or infinity, or not what it must be exactly")
 
 
 def test_a_cached_row_that_a_launch_changes_is_no_pass(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

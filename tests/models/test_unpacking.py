@@ -112,9 +112,9 @@ def scales_with(value: float) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("gptq", {"scales": scales_with(0.0)}, "scales of 'model.layers.0.mlp.up_proj.weight': one is 0; supported"),
-        ("gptq", {"scales": scales_with(torch.nan)}, "'model.layers.0.mlp.up_proj.weight': one is not finite"),
-        ("gptq", {"scales": scales_with(torch.inf)}, "one is not finite; supported: positive and finite"),
+        ("gptq", {"scales": scales_with(0.0)}, "scales of 'model.layers.0.mlp.up_proj.weight': 0 at [3, 0]; supported"),
+        ("gptq", {"scales": scales_with(torch.nan)}, "'model.layers.0.mlp.up_proj.weight': nan at [3, 0]"),
+        ("gptq", {"scales": scales_with(torch.inf)}, "up_proj.weight': inf at [3, 0]; supported: positive and finite"),
         ("gptq", {"scales": torch.ones(4, 255)}, "up_proj.scales' in model.safetensors is [4, 255]; wanted: [4, 256]"),
         ("gptq", {"qweight": torch.ones(16, 256)}, "up_proj.qweight' in model.safetensors is F32; supported: I32"),
         ("gptq", {"qzeros": None}, "up_proj.qzeros' is not in"),

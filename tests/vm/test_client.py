@@ -79,7 +79,7 @@ def test_a_broken_context_ends_its_worker_not_the_next_program(
     assert starts(tmp_path) == 2
 
 
-@pytest.mark.parametrize(("what", "reason"), [("wrong", "exceeds"), ("nan", "holds no number")])
+@pytest.mark.parametrize(("what", "reason"), [("wrong", "exceeds"), ("nan", "holds NaN or infinity")])
 def test_wrong_logits_are_incorrect_with_their_verdict(what: str, reason: str, client: Client) -> None:
     outcome = client.measure(act(what))
     assert isinstance(outcome, Incorrect)
