@@ -14,7 +14,8 @@ from sqlalchemy.pool import QueuePool
 
 from flywheel.errors import StoreError
 from flywheel.installing import install_line
-from flywheel.store.places import check_file, check_parameters, make_store_url, readable, store_name
+from flywheel.store.places import check_file, check_parameters, file_of, make_store_url, readable, store_name
+from flywheel.store.vetting import bound_steps
 
 BUSY_TIMEOUT_S: Final = 30
 """Seconds to wait for a lock that another process holds, and for a server to accept a connection."""
@@ -29,6 +30,7 @@ _FACTS: Final = (  # by SQLSTATE or, without one, by words of the message
     ("connection timeout expired", "does not answer; waited {limit} s"),
     ("gave no answer", "does not answer; waited {answer:g} s"),
     ("57014", "takes too long; waited {answer:g} s"),
+    ("interrupted", "is damaged: a query takes more steps than its file has work for"),
     ("readonly database", "is read-only"),
     ("not a database", "is not a SQLite database"),
     ("malformed", "is damaged: SQLite finds its image malformed"),
@@ -68,6 +70,8 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
         event.listen(engine, "do_connect", file.check_same)
         event.listen(engine, "connect", file.learn)
         event.listen(engine, "connect", _set_pragmas)
+        if (path := file_of(where)) is not None:
+            bound_steps(engine, path)
         event.listen(engine, "begin", file.check_same)
         event.listen(engine, "begin", _begin)
         return engine, name

@@ -27,6 +27,7 @@ from flywheel.errors import StoreError
 from flywheel.ir.show import show
 from flywheel.store.engine import BUSY_TIMEOUT_S, reading, reported, writing
 from flywheel.store.schema import SCHEMA_VERSION, VERSION_TABLE, metadata
+from flywheel.store.vetting import check_tables
 
 _VERSION: Final = select(column("version_num", Text)).select_from(table(VERSION_TABLE))
 _ADVISORY_LOCK: Final = 0x666C7977
@@ -41,6 +42,8 @@ def ensure_schema(engine: Engine, name: str, *, create: bool = True) -> None:
     application's tables and, with `create=False`, for a database without a schema; it writes to none of these.
     """
     with reading(engine, name) as connection:
+        if engine.dialect.name == "sqlite":
+            check_tables(connection, name, {VERSION_TABLE, *metadata.tables})
         version = _read_version(connection)
         if version is None:
             if not create:
