@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.provenance import find_campaign, row_title, stored_text
-from flywheel.cli.text import note, show_document, show_json, us
+from flywheel.cli.text import note, show_json, us
 from flywheel.errors import FlywheelError, StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.ir import ScheduleConfig, config_from_dict
@@ -53,13 +54,21 @@ _OF_CAMPAIGN = ("schedule", "program", "bundle", "optuna")
                    "bundle: a directory with the compiled program, which decodes a checkpoint without torch. "
                    "tsv, csv: all trials. t4: trials of one model and GPU in Kernel Tuner's format. "
                    "optuna: a campaign as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
-@click.option("--config", "--schedule", "schedule_file", metavar="FILE|shipped",
-              help="With --format bundle: bundle an exported or the shipped schedule instead of a trial.")
+@click.option(
+    "--config",
+    "--schedule",
+    "schedule_file",
+    metavar="FILE|shipped",
+    help="With --format bundle: bundle an exported or the shipped schedule instead of a trial.",
+)
 @click.option("--campaign", metavar="NAME", help="Only trials of this campaign; a unique prefix is enough.")
 @workload_options
 @batch_option
-@click.option("--measured/--predicted", default=None,
-              help="Only trials with this kind of latency.  [default: measured if there are any]")
+@click.option(
+    "--measured/--predicted",
+    default=None,
+    help="Only trials with this kind of latency.  [default: measured if there are any]",
+)
 @store_option
 @output_option
 @json_option
@@ -110,7 +119,7 @@ def export(
             return
         if form in ("tsv", "csv"):
             records = _rows(opened, wanted, measured)
-            text = to_tsv(records) if form == "tsv" else to_csv(records)
+            text: str | Iterable[str] = to_tsv(records) if form == "tsv" else to_csv(records)
             facts = {"trials": [asdict(record) for record in records]} if output is None else {"trials": len(records)}
         elif form == "t4":
             document = _t4(_rows(opened, wanted, None), measured)
@@ -120,15 +129,17 @@ def export(
     _hand_out(form, text, facts, output, as_json)
 
 
-def _hand_out(form: str, text: str, facts: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
-    """Write a text to `output`, or to stdout."""
+def _hand_out(
+    form: str, text: str | Iterable[str], facts: Mapping[str, Any], output: Path | None, as_json: bool
+) -> None:
+    """Write a text, or its pieces, to `output`, or to stdout."""
     if output is not None:
         write_file(output, text)
         announce_written(output)
     if as_json and (output is not None or form in ("tsv", "csv")):
         show_json({"format": form, "path": None if output is None else str(output), **facts})
     elif output is None:
-        show_document(text)
+        write_file(STDOUT, text)
 
 
 def _show_bundle(facts: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
@@ -211,7 +222,7 @@ def _answer(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> T
     return known.origin
 
 
-def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str, dict[str, Any]]:
+def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str | Iterable[str], dict[str, Any]]:
     """One schedule as a schedule file or a program, and facts about it."""
     if isinstance(answer, TrialRecord):
         text = stored_text(answer, store) if form == "schedule" else _program(answer)
@@ -268,14 +279,14 @@ def _work_of(record: TrialRecord) -> Workload:
     return make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
 
 
-def _program(record: TrialRecord) -> str:
+def _program(record: TrialRecord) -> Iterable[str]:
     """Lower the row's config again. Raises StoreError where this version makes another program of it."""
     return _lowered(_work_of(record), config_from_dict(json.loads(record.config)), record)
 
 
-def _lowered(workload: Workload, config: ScheduleConfig, record: TrialRecord | None = None) -> str:
+def _lowered(workload: Workload, config: ScheduleConfig, record: TrialRecord | None = None) -> Iterable[str]:
     """The program of a config as text. Raises StoreError where it is not the one of its row."""
-    from flywheel.ir import program_to_json
+    from flywheel.ir import program_pieces
     from flywheel.lowering.lower import lower
     from flywheel.plan import program_id
 
@@ -286,4 +297,4 @@ def _lowered(workload: Workload, config: ScheduleConfig, record: TrialRecord | N
             f"trial {record.trial} of campaign {record.campaign!r}: this version lowers its config to program {made}, "
             f"the row has {record.program_id}; search again with --fresh"
         )
-    return program_to_json(program) + "\n"
+    return chain(program_pieces(program), "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
 from flywheel.cli.options import (
+    STDOUT,
     batch_option,
     command,
     json_option,
@@ -20,11 +22,12 @@ from flywheel.cli.options import (
     workload_options,
     write_file,
 )
-from flywheel.cli.text import complain, note, percent, show_document, show_json, size, us
+from flywheel.cli.text import complain, note, percent, show_json, size, us
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, program_to_json
+from flywheel.ir import MegakernelProgram, ScheduleConfig, program_pieces
+from flywheel.ir.validate import used_sms
 from flywheel.measure.floor import floor_fraction, weight_bytes_read
 from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
@@ -97,10 +100,9 @@ def lower(
         f"predicted {us(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
         f"program {summary['program_id']}"
     )
+    write_file(output or STDOUT, chain(program_pieces(program), "\n"))
     if output is None:
-        show_document(program_to_json(program) + "\n")
         return
-    write_file(output, program_to_json(program) + "\n")
     if as_json:
         show_json({"path": str(output), **summary})
 
@@ -127,7 +129,7 @@ def _summary(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]
         "config_id": program.config.config_id if program.config else None,
         "tasks": len(program.tasks),
         "ranks": program.ranks,
-        "sms": len({(task.rank, task.sm) for task in program.tasks}),
+        "sms": used_sms(program),
         "weight_bytes": weight_bytes_read(program),
         "floor_us": prediction.floor_us,
         "predicted_us": prediction.latency_us,

@@ -267,7 +267,7 @@ def _converted(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
     rejects the program.
     """
     from flywheel.interop.mpk.converting import convert
-    from flywheel.ir import program_to_json, validate
+    from flywheel.ir import program_pieces, validate
     from flywheel.models.catalog import resolve_model
     from flywheel.models.decoder import DTYPES
     from flywheel.plan import program_id
@@ -279,7 +279,7 @@ def _converted(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
     proved = validate(program, strict=True)
     if not proved.ok:
         raise InvalidProgramError(f"mpk convert: {proved.errors[0].message}")
-    write_file(given.output, program_to_json(program))
+    write_file(given.output, program_pieces(program))
     return {
         "model": spec.name, "gpu": target.name, "tasks": len(program.tasks), "counters": len(program.counters),
         "batch": program.meta["batch"], "program_id": program_id(program), "path": str(given.output),

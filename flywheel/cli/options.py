@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -259,12 +259,14 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"{path}: cannot be written: permission denied")
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write `text` to `path`, replacing it atomically, or to stdout. Raises UsageError where that fails."""
+def write_file(path: Path, text: str | Iterable[str]) -> None:
+    """Write `text`, or its pieces, to `path`, replacing it atomically, or to stdout. Raises UsageError where that
+    fails."""
     from flywheel.ir.files import write_atomically
 
     if path == STDOUT:
-        show_document(text)
+        for piece in (text,) if isinstance(text, str) else text:
+            show_document(piece)
         return
     check_writable(path)
     try:

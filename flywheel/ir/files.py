@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
@@ -98,19 +99,21 @@ def read_stream(stream: BinaryIO, name: str, most: int = MAX_FILE_BYTES) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside the target of `path`, then rename it into place. The file's mode stays.
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Write `text`, or its pieces, to a temporary file beside the target of `path`, then rename it into place. The
+    file's mode stays.
 
     If the target exists and is no regular file, such as a device or a pipe, the text is written to it instead. Raises
     OSError.
     """
+    pieces = (text,) if isinstance(text, str) else text
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = None
     if mode is not None and not S_ISREG(mode):
         with path.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+            stream.writelines(pieces)
         return
     place = path.resolve()
     draft = place.with_name(f".{place.name}.{uuid4().hex}")
@@ -119,5 +122,5 @@ def write_atomically(path: Path, text: str) -> None:
         with draft.open("x", encoding="utf-8") as file:
             if mode is not None:
                 draft.chmod(S_IMODE(mode))
-            file.write(text)
+            file.writelines(pieces)
         draft.replace(place)

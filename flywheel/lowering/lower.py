@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
 from flywheel.ir.layers import INDEX, Layered, Layers, Span, moved
 from flywheel.lowering.emit import emit_block
@@ -15,10 +16,17 @@ from flywheel.lowering.paging import allocate_pages
 from flywheel.lowering.placement import place
 from flywheel.lowering.ranks import Names, graphs_of, joined, place_ranks
 from flywheel.lowering.stamp import Sizes, Stamper
-from flywheel.lowering.tiling import read_tiling
+from flywheel.lowering.tiling import Tiling, read_tiling
 from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Block, Graph, Tensor
 from flywheel.plan import variant_of
+
+MAX_TASKS: Final = 3 << 20
+"""Most tasks of a program. A step of llama3-405b on 8 GPUs, of 8 sequences at a context of 131,072, has 2.5 million."""
+
+MAX_ATTENTION: Final = 1 << 15
+"""Most tasks of a layer's attention, over all GPUs. Each has operands and waits of its own, which the proof looks
+at."""
 
 ALIKE: Final = 3
 """How many layers are stamped to see whether all are alike: the first, the template, and one to compare with the
@@ -28,10 +36,12 @@ template."""
 def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> MegakernelProgram:
     """The program that runs `graph` on `target` as `config` says. It passes `validate(strict=True)`.
 
-    Raises ConfigError where a field of the config is out of bounds for this model and target, or contradicts another.
+    Raises ConfigError where a field of the config is out of bounds for this model and target, or contradicts another,
+    and where the program would have more than MAX_TASKS tasks.
     """
     graphs = graphs_of(graph, config)
     scopes, blocks = _emit(graphs, config, target)
+    _check_tasks(graph, blocks)
     tables, layers = _stamp(graph, scopes, blocks, graph.n_layers <= ALIKE)
     if len(graphs) == 1:
         sms = place(tables.runs, tables.stages, target.num_sms, config.sm_assignment, layers)
@@ -66,12 +76,31 @@ _Blocks = list[list[TileSet]]
 def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) -> tuple[list[Names], _Blocks]:
     """The names and the tile sets of each block, over all GPUs. Raises ConfigError."""
     by_rank, scopes = [], []
-    for rank, graph in enumerate(graphs):
-        tiling = read_tiling(config, graph, target.num_sms)
+    tilings = [read_tiling(config, graph, target.num_sms) for graph in graphs]
+    _check_attention(graphs, tilings)
+    for rank, (graph, tiling) in enumerate(zip(graphs, tilings, strict=True)):
         groups = plan_fusion(graph, config.fusion_grouping, graphs[0])
         scopes.append([Scope(graph, tiling, _tensors(graph, block), rank, len(graphs)) for block in graph.blocks])
         by_rank.append([emit_block(scope, part) for scope, part in zip(scopes[-1], groups, strict=True)])
     return [Names(each) for each in zip(*scopes, strict=True)], [joined(each) for each in zip(*by_rank, strict=True)]
+
+
+def _check_attention(graphs: Sequence[Graph], tilings: Sequence[Tiling]) -> None:
+    """Raises ConfigError before the tasks of a layer's attention are made, if they are too many."""
+    heads, block = sum(len(graph.streams) for graph in graphs), tilings[0].kv_block
+    tasks = heads * -(-graphs[0].context // block)
+    if tasks > MAX_ATTENTION:
+        raise ConfigError(
+            f"attention: {heads:,} KV heads over a context of {graphs[0].context:,} in blocks of {block:,} are "
+            f"{tasks:,} tasks a layer, more than {MAX_ATTENTION:,}"
+        )
+
+
+def _check_tasks(graph: Graph, blocks: _Blocks) -> None:
+    first, layer, last = (sum(len(each.tiles) for each in sets) for sets in blocks)
+    tasks = first + graph.n_layers * layer + last
+    if tasks > MAX_TASKS:
+        raise ConfigError(f"{graph.n_layers:,} layers of {layer:,} tasks are {tasks:,} in all, more than {MAX_TASKS:,}")
 
 
 def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks, spelled: bool) -> tuple[Stamper, Layers | None]:

@@ -28,6 +28,10 @@ MAX_CONTEXT: Final = 2**31 - 1
 MAX_LAYERS: Final = 1024
 """Largest n_layers. The deepest published dense decoders have under 200; a program grows with each layer."""
 
+MAX_LAYER_HEADS: Final = 2**14
+"""Most KV heads of all layers together: each has caches and tasks of its own. The published dense decoders with the
+most have under 10,000."""
+
 MAX_FLOAT: Final = 1e308
 """Largest RoPE or norm constant: finite, whatever it is converted from."""
 
@@ -185,16 +189,25 @@ def check_spec(spec: DecoderSpec) -> None:
     for field in ("rope_theta", "norm_eps"):
         if not 0 < getattr(spec, field) <= MAX_FLOAT:
             raise UnsupportedModelError(f"{spec.name}: {field}={getattr(spec, field)!r} is not positive and finite")
+    _check_heads(spec)
+    if spec.rope_scaling is not None:
+        _check_rope_scaling(spec.name, spec.rope_scaling)
+
+
+def _check_heads(spec: DecoderSpec) -> None:
     if spec.n_heads % spec.n_kv_heads:
         raise UnsupportedModelError(
             f"{spec.name}: n_heads={spec.n_heads} is not a multiple of n_kv_heads={spec.n_kv_heads}"
+        )
+    if (in_all := spec.n_layers * spec.n_kv_heads) > MAX_LAYER_HEADS:
+        raise UnsupportedModelError(
+            f"{spec.name}: n_layers={spec.n_layers} of n_kv_heads={spec.n_kv_heads} are {in_all:,} KV heads in all, "
+            f"more than {MAX_LAYER_HEADS:,}"
         )
     if spec.head_dim % 2:
         raise UnsupportedModelError(f"{spec.name}: head_dim={spec.head_dim} is odd; RoPE rotates pairs")
     if max(spec.q_width, spec.kv_width) > MAX_DIM:
         raise UnsupportedModelError(f"{spec.name}: n_heads * head_dim = {spec.q_width} is above {MAX_DIM}")
-    if spec.rope_scaling is not None:
-        _check_rope_scaling(spec.name, spec.rope_scaling)
 
 
 def _check_rope_scaling(name: str, scaling: RopeScaling) -> None:

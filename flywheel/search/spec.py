@@ -107,6 +107,9 @@ class CampaignSpec:
 _MAX_FILE_BYTES = 2**20
 """Largest campaign file in bytes: Python parses a megabyte of TOML in a second."""
 
+_MOST_DOTS = 100
+"""Most dots of a line in it: the time and memory of parsing a key grow with the square of its parts."""
+
 _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str,),
@@ -120,7 +123,11 @@ _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
 def read_campaign_file(path: Path) -> dict[str, Any]:
     """Options of a campaign file, a flat TOML table with an optional [fix] table. Raises UsageError."""
     try:
-        data = tomllib.loads(read_text(path, _MAX_FILE_BYTES))
+        text = read_text(path, _MAX_FILE_BYTES)
+        for number, line in enumerate(text.split("\n"), 1):
+            if (dots := line.count(".")) > _MOST_DOTS:
+                raise UsageError(f"{path}: line {number} has {dots:,} dots, more than {_MOST_DOTS}")
+        data = tomllib.loads(text)
     except IrFormatError as error:
         raise UsageError(str(error)) from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and integers beyond Python's digit limit

@@ -62,13 +62,13 @@ def _counts(program: MegakernelProgram) -> dict[str, int]:
         "tasks": len(tasks),
         "buffers": len(program.buffers),
         "counters": len(program.counters),
-        "sms": _used_sms(program),
+        "sms": used_sms(program),
         "weight_bytes": program.total_weight_bytes(),
         "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
     }
 
 
-def _used_sms(program: MegakernelProgram) -> int:
+def used_sms(program: MegakernelProgram) -> int:
     """The number of SMs with tasks, over all GPUs."""
     tasks = program.tasks
     if not isinstance(tasks, Runs):
