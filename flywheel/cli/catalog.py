@@ -12,7 +12,7 @@ from flywheel.cli.options import DEFAULTS, SharedOption, command, document_optio
 from flywheel.cli.text import show_table, size, us
 from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, DType, GpuTarget
-from flywheel.ir.serde import target_to_dict
+from flywheel.ir.writing import target_to_dict
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import HEAD, PLAIN, WeightFormats, parse_formats, weights_name

@@ -16,15 +16,7 @@ from flywheel.ir.positions import at_position
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
 from flywheel.ir.runs import Run, Runs
-from flywheel.ir.serde import (
-    load_program,
-    program_from_dict,
-    program_from_json,
-    program_pieces,
-    program_to_dict,
-    program_to_json,
-    save_program,
-)
+from flywheel.ir.serde import load_program, program_from_dict, program_from_json
 from flywheel.ir.simulate import simulate_adversarial, simulate_counters
 from flywheel.ir.target import TARGETS, GpuTarget
 from flywheel.ir.tiles import Stretch, Tile, Tiles
@@ -40,6 +32,7 @@ from flywheel.ir.version import (
     MAX_RANKS,
     NO_TOKEN,
 )
+from flywheel.ir.writing import program_pieces, program_to_dict, program_to_json, save_program
 
 __all__ = [
     "ABI_MAX_INPUTS",

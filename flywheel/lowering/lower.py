@@ -24,7 +24,7 @@ from flywheel.plan import variant_of
 MAX_TASKS: Final = 3 << 20
 """Most tasks of a program. A step of llama3-405b on 8 GPUs, of 8 sequences at a context of 131,072, has 2.5 million."""
 
-MAX_ATTENTION: Final = 1 << 15
+MAX_ATTENTION: Final = 1 << 13
 """Most tasks of a layer's attention, over all GPUs. Each has operands and waits of its own, which the proof looks
 at."""
 

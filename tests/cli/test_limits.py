@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 
 from flywheel import process
-from flywheel.ir import files
+from flywheel.ir import files, writing
 from flywheel.ir.validate.structure import MAX_EST_BYTES, MAX_EST_FLOPS, MAX_NUMEL
 
 Run = Callable[..., Result]
@@ -168,6 +168,45 @@ def test_dimensions_that_no_model_has_are_refused_by_name(run: Run, field: str, 
     check_refused(run("lower", "--model", "config.json", "--gpu", "l4"), 2, field, str(value), str(most))
 
 
+def test_the_kv_heads_of_all_layers_are_bounded_together(run: Run) -> None:
+    heads = {"num_hidden_layers": 1024, "num_attention_heads": 17, "num_key_value_heads": 17, "head_dim": 8}
+    Path("config.json").write_text(json.dumps({**CONFIG, **heads}))
+    result = run("lower", "--model", "config.json", "--gpu", "l4")
+    check_refused(result, 2, "n_layers=1024", "n_kv_heads=17", "17,408 KV heads", "16,384")
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "kv_heads"),
+    [(126, 128, 8), (96, 96, 96), (61, 128, 128), (118, 48, 48), (80, 64, 64), (200, 64, 64)],
+)
+def test_the_largest_published_decoders_have_fewer_kv_heads(layers: int, heads: int, kv_heads: int, run: Run) -> None:
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    Path("config.json").write_text(json.dumps({**CONFIG, **sizes, "head_dim": 128}))
+    Path("c.json").write_text("{}")
+    assert run("evaluate", "c.json", "--model", "config.json", "--gpu", "h200", "--json").exit_code in (0, 3)
+
+
+def test_a_program_of_too_many_tasks_is_rejected_before_they_are_made(run: Run) -> None:
+    work = ("lower", "--model", "llama3-70b", "--gpu", "2xh200", "--config", "c.json")
+    Path("c.json").write_text(json.dumps({"tiling": {"attention": {"kv_block": 16}}}))
+    result = run(*work, "--context", 8192, "--batch", 8)
+    check_refused(result, 3, "64 KV heads over a context of 8,192 in blocks of 16 are 32,768 tasks", "8,192")
+    Path("c.json").write_text(json.dumps({"tiling": {"gemv": {"N_tile": 16}}}))
+    sizes = {"num_hidden_layers": 1024, "intermediate_size": 2**16, "vocab_size": 2**22}
+    Path("config.json").write_text(json.dumps({**CONFIG, **sizes}))
+    result = run("lower", "--model", "config.json", "--gpu", "h200", "--config", "c.json", "--any-size")
+    check_refused(result, 3, "1,024 layers of ", " in all, more than 3,145,728")
+
+
+def test_a_program_that_no_command_would_read_is_not_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "MAX_FILE_BYTES", 10**6)
+    for more in (("-o", "out.json"), ()):
+        result = run("lower", "--model", "smollm2-135m", "--gpu", "l4", *more)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "bytes of JSON, more than 1,000,000" in result.stderr.splitlines()[-1]
+    assert list(Path().iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("option", "value", "most"), [("jobs", 10**9, 1024), ("workers", 2000, 1024), ("predictions", 10**7, 10**6)]
 )
@@ -182,6 +221,9 @@ def test_a_campaign_that_asks_for_too_much_is_refused(run: Run, option: str, val
 def test_a_campaign_file_has_a_size(run: Run) -> None:
     Path("campaign.toml").write_text("#" * (2**20 + 1))
     check_refused(run("search", "--campaign", "campaign.toml"), 2, "more than 1,048,576 bytes")
+    for text in (f"[fix]\n{'a.' * 20_000}b = 1\n", f"fix = {{{'a.' * 101}b = 1}}\n", f"[{'a.' * 101}b]\n"):
+        Path("campaign.toml").write_text(text)
+        check_refused(run("search", "--campaign", "campaign.toml"), 2, " dots, more than 100")
     Path("campaign.toml").write_text(f"seed = {'9' * 5000}\n")
     check_refused(run("search", "--campaign", "campaign.toml"), 2, "not TOML")
 

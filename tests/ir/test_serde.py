@@ -37,6 +37,7 @@ from flywheel.ir import (
     save_program,
     validate,
 )
+from flywheel.ir.files import dump_json
 
 _INT = st.integers(-(2**40), 2**40)
 _JSON = st.recursive(
@@ -90,6 +91,7 @@ _PROGRAM = st.builds(
 @given(_PROGRAM)
 def test_any_program_survives_a_round_trip_unchanged(program: MegakernelProgram) -> None:
     text = program_to_json(program)
+    assert text == dump_json(program_to_dict(program))
     assert program_to_json(program_from_json(text)) == text
     assert program_to_json(program_from_json(program_to_json(program, indent=None))) == text
 
@@ -222,6 +224,15 @@ def test_values_are_shown_short_whatever_they_are() -> None:
         with pytest.raises(IrFormatError) as caught:
             program_from_dict({"ir_version": odd})
         assert len(str(caught.value)) < 200
+
+
+def test_the_text_is_what_pythons_json_writes(tiny: MegakernelProgram) -> None:
+    odd = {"a": 1.5, "b": True, "c": None, "d": [], "e": {}, "f": "\n\"\udcff", "g": [1, [2.0, True]], "h": {"x": [{}]}}
+    shared = {"steps": [{"op": "COPY", "args": []}]}
+    tasks = [replace(tiny.tasks[0], params=each, rank=1) for each in (odd, {}, {"recipe": shared}, {"recipe": shared})]
+    lists = replace(tiny.tasks[0], inputs=[1, True], outputs=[], waits=[Wait(1, 2)], sm=None, label="\n")
+    for program in (tiny, replace(tiny, tasks=(*tasks, lists)), MegakernelProgram(), replace(tiny, buffers=())):
+        assert program_to_json(program) == dump_json(program_to_dict(program))
 
 
 def test_a_saved_program_loads(tiny: MegakernelProgram, tmp_path: Path) -> None:

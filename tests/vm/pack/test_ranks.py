@@ -22,11 +22,12 @@ from flywheel.ir import (
     ScheduleConfig,
     Task,
     Wait,
+    program_from_json,
+    program_to_json,
     validate,
 )
 from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.numbered import as_runs
-from flywheel.ir.serde import program_from_json, program_to_json
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
