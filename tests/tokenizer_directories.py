@@ -136,10 +136,14 @@ def _sentencepiece(**sections: Any) -> dict[str, Any]:
 _NAMED: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
+_NONE: Final = 1000000000000000019884624838656
+"""What transformers 4 wrote for no greatest length."""
+
+
 def _llama2() -> Files:
     marked = {name: {"__type": "AddedToken", **_added(token)} for name, token in _NAMED.items()}
     settings = {**marked, "add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False,
-                "legacy": False, "model_max_length": 10**18, "pad_token": None, "padding_side": "right",
+                "legacy": False, "model_max_length": _NONE, "pad_token": None, "padding_side": "right",
                 "sp_model_kwargs": {}, "tokenizer_class": "LlamaTokenizer", "chat_template": _OTHER}  # fmt: skip
     special = {name: _added(token, normalized=True) for name, token in _NAMED.items()}
     for token in special.values():
@@ -152,7 +156,7 @@ def _llama2() -> Files:
 def _mistral() -> Files:
     document = _sentencepiece()
     settings = {"add_bos_token": True, "add_eos_token": False, "added_tokens_decoder": _decoder_of(document), **_NAMED,
-                "additional_special_tokens": [], "legacy": False, "pad_token": None,
+                "additional_special_tokens": [], "legacy": False, "model_max_length": _NONE, "pad_token": None,
                 "spaces_between_special_tokens": False, "tokenizer_class": "LlamaTokenizer",
                 "use_default_system_prompt": False}  # fmt: skip
     return {"config.json": {"model_type": "mistral"}, "tokenizer.json": document, "tokenizer_config.json": settings,

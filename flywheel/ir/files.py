@@ -37,11 +37,11 @@ def dump_json(data: object, indent: int | None = 2) -> str:
     return json.dumps(data, indent=indent, separators=(",", ": ") if indent else (",", ":"))
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, long_integers: bool = False) -> Any:
     """Parse JSON.
 
     Raises IrFormatError where the text is malformed, not UTF-8, too deeply nested or too large, where an integer has
-    more than 64 bits, and where an object has a name twice.
+    more than 64 bits (with `long_integers`, thousands of digits), and where an object has a name twice.
     """
     values = sum(text.count(mark) if isinstance(text, str) else text.count(mark.encode()) for mark in ",[{")
     if values > MAX_VALUES:
@@ -50,7 +50,8 @@ def parse_json(text: str | bytes) -> Any:
         raise IrFormatError("JSON: the text begins with a byte-order mark; want UTF-8 without one")
     try:
         has_long = _LONG.search(text) if isinstance(text, str) else _LONG_BYTES.search(text)
-        return json.loads(text, object_pairs_hook=_object, parse_int=_integer if has_long else None)
+        counted = has_long and not long_integers
+        return json.loads(text, object_pairs_hook=_object, parse_int=_integer if counted else None)
     except RecursionError:
         raise IrFormatError("JSON: nested too deeply") from None
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, and the hooks' errors

@@ -58,7 +58,7 @@ def object_of(folder: Path, name: str, text: str | None = None) -> dict[str, Any
     if text is None:
         return None
     try:
-        found = parse_json(text)
+        found = parse_json(text, long_integers=True)  # transformers 4 wrote 10^30 for no length
     except IrFormatError as error:
         raise TokenizerError(folder / name, f"is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(found, dict):
