@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ from flywheel.models.decoder import MAX_BATCH
 if TYPE_CHECKING:
     from flywheel.serve.decoder import Device
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:\d+)?|[a-z]+://\[[0-9a-f:.]+\](:\d+)?")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -46,6 +49,10 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--queue", type=click.IntRange(1, 100_000), default=64, show_default=True, metavar="N",
               help="Maximum number of running and waiting requests; further ones get status 429.")  # fmt: skip
 @click.option("--api-key-file", type=Path, metavar="FILE", help="File whose first line is the key of /v1 requests.")
+@click.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN",
+              help="Origin whose pages may use the server from a browser; repeat it for several; * for all.")
+@click.option("--log-level", type=click.Choice(["warning", "info"]), default="warning", show_default=True,
+              help="info writes a line about each request to stderr, without its text.")  # fmt: skip
 @ranks_option
 @store_option
 @json_option
@@ -67,6 +74,8 @@ def serve(
     port: int,
     queue: int,
     api_key_file: Path | None,
+    origins: tuple[str, ...],
+    log_level: str,
     ranks: int | None,
     store: str,
     as_json: bool,
@@ -80,6 +89,7 @@ def serve(
     check_installed("serve", [*_loads(model), "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:
         check_device(device, ranks)
+    _check_origins(origins)
     key = None if api_key_file is None else _key(api_key_file)
     if key is None and host not in _LOCAL:
         note(f"flywheel: {host} is no loopback address and there is no --api-key-file: whoever reaches it may use it")
@@ -105,7 +115,7 @@ def serve(
             if as_json:
                 show_json({"url": url, "model": served, "schedule": loaded.schedule, "context": loaded.context})
             with draining(_nothing):  # answers under way may end
-                run(engine, served, key, listener)
+                run(engine, served, key, listener, origins, complain if log_level == "info" else None)
         finally:
             engine.close()
 
@@ -114,6 +124,13 @@ def _store(ctx: click.Context, model: str) -> str | None:
     """A bundle is a schedule itself: of a store, it is told only what the command line says, and refuses that."""
     said = ctx.get_parameter_source("store") is ParameterSource.COMMANDLINE
     return None if is_bundle(model) and not said else store_here(ctx)
+
+
+def _check_origins(given: Sequence[str]) -> None:
+    """Raises UsageError for what no browser sends as its origin, since it would allow nothing."""
+    for origin in given:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            raise UsageError(f"--allow-origin {origin!r}: is neither * nor SCHEME://HOST[:PORT] in small letters")
 
 
 def _nothing() -> None:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import Lifespan
 
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.serve.asking import AllAsked, FailedError
 from flywheel.serve.engine import Engine, FullError
-from flywheel.serve.fields import told
+from flywheel.serve.fields import MalformedError, shown
+from flywheel.serve.guard import Guard, Log
 from flywheel.serve.metrics import Metrics
 from flywheel.serve.openai import (
     ChatRequest,
@@ -30,17 +32,21 @@ from flywheel.serve.openai import (
     error,
     logprobs_of,
     new_id,
+    read,
     usage_of,
     whole,
 )
 
-MAX_BODY: Final = 16 * 2**20
-"""Bytes of a request: far more than any context."""
+_READ: Final = ["GET", "HEAD"]
 
 
-def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
-    """The application over a started engine. `name` is the model's name in answers. The application closes the engine
-    when it ends."""
+def make_app(
+    engine: Engine, name: str, api_key: str | None = None, origins: Sequence[str] = (),
+    log: Callable[[str], None] | None = None,
+) -> FastAPI:  # fmt: skip
+    """The application over a started engine. `name` is the model's name in answers. Pages of `origins` may read
+    answers; "*" stands for all pages. `log` gets a line about each request. The application closes the engine when it
+    ends."""
     metrics = Metrics(engine)
 
     @asynccontextmanager
@@ -48,37 +54,35 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         yield
         engine.close()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_Guard, api_key=api_key)
+    app = _bare_app(lifespan, api_key, origins, log)
 
-    for kind, handler in _HANDLERS.items():
-        app.add_exception_handler(kind, handler)
-
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         why = engine.unable
         if why is not None:
             return JSONResponse({"status": "unable", "why": why}, 503)
         return JSONResponse({"status": "full" if engine.waiting >= engine.most else "ok"})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def show_metrics() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [own]}
 
-    @app.get("/v1/models/{asked:path}")
+    @app.api_route("/v1/models/{asked:path}", methods=_READ)
     async def model(asked: str) -> Response:
         return JSONResponse(own) if asked == name else _unknown_model(asked, name)
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        asked = read(CompletionRequest, await _body(request))
         return await _respond(engine, metrics, name, asked, request, chat=False)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+    async def chat_completions(request: Request) -> Response:
+        asked = read(ChatRequest, await _body(request))
         return await _respond(engine, metrics, name, asked, request, chat=True)
 
     own = {
@@ -88,14 +92,42 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
     return app
 
 
+def _bare_app(
+    lifespan: Lifespan[FastAPI], api_key: str | None, origins: Sequence[str], log: Callable[[str], None] | None
+) -> FastAPI:
+    """The application without paths."""
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, api_key=api_key)
+    if origins:  # outside of the guard, so that a page can read its refusals; a preflight never has the key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"]
+        )
+    if log is not None:
+        app.add_middleware(Log, log=log)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request of JSON. Another content type is refused: a page of any origin may send those without a
+    preflight, even to a server that only this machine reaches."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, f"Content-Type: {shown(kind) if kind else 'none'} is not application/json")
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise FailedError(499, "the client has left") from None
+
+
 def _unknown_model(asked: str, name: str) -> Response:
     why = f"model: {asked[:100]!r} is not served here; {name!r} is"
     return JSONResponse(error(why, code="model_not_found", param="model"), 404)
 
 
-async def _malformed(_: Request, problem: Any) -> Response:
-    field, why = told(problem.errors()[0])
-    return JSONResponse(error(why, param=field), 400)
+async def _malformed(_: Request, problem: MalformedError) -> Response:
+    return JSONResponse(error(str(problem), param=problem.field), 400)
 
 
 async def _refused(_: Request, problem: Exception) -> Response:
@@ -110,7 +142,12 @@ async def _unable(_: Request, problem: Exception) -> Response:
     return JSONResponse(error(str(problem), "server_error"), 503)
 
 
-async def _other(_: Request, problem: HTTPException) -> Response:
+async def _other(request: Request, problem: HTTPException) -> Response:
+    if problem.status_code == 405:
+        able = sorted({"OPTIONS", *re.findall(r"\w+", (problem.headers or {}).get("Allow", ""))})
+        problem.headers = {"Allow": ", ".join(able)}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=problem.headers)
     return JSONResponse(error(str(problem.detail)[:300]), problem.status_code, problem.headers)
 
 
@@ -132,7 +169,7 @@ def _field(why: str) -> str | None:
 
 
 _HANDLERS: Final[dict[Any, Callable[[Request, Any], Awaitable[Response]]]] = {
-    RequestValidationError: _malformed, UsageError: _refused, FullError: _full, FlywheelError: _unable,
+    MalformedError: _malformed, UsageError: _refused, FullError: _full, FlywheelError: _unable,
     FailedError: _failed, HTTPException: _other, Exception: _bug,
 }  # fmt: skip
 """Exception -> the handler that turns it into a response."""
@@ -145,6 +182,7 @@ async def _respond(
         return _unknown_model(asked.model, name)
     head = {"id": new_id(chat), "created": int(time.time()), "model": name}
     answers = AllAsked(engine, metrics, asked.asks(engine.most))
+    request.state.usage = partial(_usage, asked, answers)
     await answers.begin(request)
     if asked.stream:
         return StreamingResponse(_events(asked, answers, chat, head), media_type="text/event-stream")
@@ -195,63 +233,4 @@ def _usage(asked: CompletionRequest | ChatRequest, answers: AllAsked) -> dict[st
 
 
 def _event(document: dict[str, Any]) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n"
-
-
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-
-
-_END: Final[_Message] = {"type": "http.response.body", "body": b"", "more_body": False}
-_SHUTTING_DOWN: Final = JSONResponse(error("the server is shutting down", "server_error"), 503)
-
-
-class _Guard:
-    """Middleware that refuses requests without the key and requests that are too long, and ends those that the server
-    cuts off when it ends."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]], api_key: str | None) -> None:
-        self._app, self._key = app, api_key
-
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        wanted = None if self._key is None else b"Bearer " + self._key.encode()
-        if wanted is not None and scope["path"].startswith("/v1/") and not hmac.compare_digest(given, wanted):
-            response = JSONResponse(error("no valid API key", "authentication_error", "invalid_api_key"), 401)
-            await response(scope, receive, send)
-            return
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MAX_BODY:
-            response = JSONResponse(error(f"body: more than {MAX_BODY} bytes"), 413)
-            await response(scope, receive, send)
-            return
-        taken, begun, ended = 0, False, False
-
-        async def counted() -> _Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            return message if taken <= MAX_BODY else {"type": "http.disconnect"}
-
-        async def passed(message: _Message) -> None:
-            nonlocal begun, ended
-            if taken <= MAX_BODY:
-                begun = True
-                ended = message["type"] == "http.response.body" and not message.get("more_body", False)
-                await send(message)
-
-        try:
-            await self._app(scope, counted, passed)
-        except asyncio.CancelledError:  # the server ends and waits no longer; a traceback would say no more
-            if ended:
-                return
-            with suppress(asyncio.CancelledError):
-                await (send(_END) if begun else _SHUTTING_DOWN(scope, receive, send))
-            return
-        if taken > MAX_BODY:
-            await JSONResponse(error(f"body: more than {MAX_BODY} bytes"), 413)(scope, receive, send)
+    return f"data: {json.dumps(document)}\n\n"  # ASCII: many clients split lines at U+2028, too

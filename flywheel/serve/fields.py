@@ -6,9 +6,13 @@ Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
+
+from flywheel.errors import IrFormatError, UsageError
+from flywheel.ir.files import parse_json
 
 IGNORED: Final = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -47,7 +51,49 @@ _WORDS: Final = MappingProxyType({
 })  # fmt: skip
 """pydantic's type of an error -> what is wrong with the value."""
 
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Finds bodies that may have a lone surrogate. Only in these is each text checked."""
+
 Prompt = str | tuple[int, ...]
+
+
+class MalformedError(UsageError):
+    """A body that is no request. `field` is the part of it that is wrong."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field}: {why}")
+        self.field = field
+
+
+def document_of(body: bytes) -> Any:
+    """The JSON value of a body. Raises MalformedError if the body is not UTF-8, for what `parse_json` refuses, and for
+    lone surrogates."""
+    try:
+        document = parse_json(body.decode())
+    except UnicodeDecodeError as error:
+        raise MalformedError("body", f"is not UTF-8 at byte {error.start}") from None
+    except IrFormatError as error:
+        raise MalformedError("body", f"cannot be read as {error}") from None
+    if _SURROGATE.search(body):
+        _check_texts(document)
+    return document
+
+
+def _check_texts(document: Any) -> None:
+    left: list[tuple[str, Any]] = [("", document)]
+    for place, value in left:
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                lone = f"U+{ord(value[error.start]):04X} (a lone surrogate)"
+                why = f"the text has half a character, {lone}, at character {error.start}"
+                raise MalformedError(place.strip(".") or "body", why) from None
+        elif isinstance(value, Mapping):
+            left += [(place, name) for name in value]
+            left += [(f"{place}.{name}"[:100], each) for name, each in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{place}.{number}"[:100], each) for number, each in enumerate(value)]
 
 
 def asking(document: Any) -> Any:
@@ -126,24 +172,25 @@ def _text_of_part(place: int, part: Mapping[str, Any]) -> str:
     return str(part["text"])
 
 
-def told(problem: Mapping[str, Any]) -> tuple[str, str]:
-    """(field, sentence) of one of pydantic's errors of a body."""
+def malformed(problem: Mapping[str, Any]) -> MalformedError:
+    """One of pydantic's errors in the server's words."""
     kind, about = problem["type"], problem.get("ctx", {})
-    if kind == "json_invalid":
-        return "body", f"body: is not JSON: {about.get('error')}, at character {problem['loc'][-1]}"
-    field = ".".join(str(part) for part in problem["loc"][1:])[:100] or "body"
+    field = ".".join(str(part) for part in problem["loc"])[:100] or "body"
     if kind == "missing":
-        return field, f"{field}: is missing"
+        return MalformedError(field, "is missing")
     if kind == "value_error":
-        return field, f"{field}: {about['error']}"
+        return MalformedError(field, str(about["error"]))
     if kind == "literal_error":
-        return field, f"{field}: {shown(problem['input'])} is not {about['expected']}"
-    return field, f"{field}: {shown(problem['input'])} {_WORDS.get(kind, problem['msg'])}"
+        return MalformedError(field, f"{shown(problem['input'])} is not {about['expected']}")
+    return MalformedError(field, f"{shown(problem['input'])} {_WORDS.get(kind, problem['msg'])}")
 
 
 def shown(value: object) -> str:
     """A JSON value in printable ASCII, cut short."""
-    text = json.dumps(value[:60] if isinstance(value, str | list) else value, default=str)
+    try:
+        text = json.dumps(value[:60] if isinstance(value, str | list) else value, default=str)
+    except RecursionError:  # what is just not too deep to be read may be too deep to be written
+        return "a deeply nested value"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

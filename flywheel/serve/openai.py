@@ -10,14 +10,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from flywheel.decode.sampling import MOST_LIKELY, Sampling
 from flywheel.errors import UsageError
 from flywheel.serve.answers import Piece
-from flywheel.serve.fields import Prompt, asking, prompts, stops, text_of, within
+from flywheel.serve.fields import Prompt, asking, document_of, malformed, prompts, stops, text_of, within
 from flywheel.serve.likely import Likely
 from flywheel.serve.worker import Ask
 
@@ -150,6 +150,18 @@ class ChatRequest(_Request):
         ]
 
 
+_R = TypeVar("_R", bound=_Request)
+
+
+def read(kind: type[_R], body: bytes) -> _R:
+    """The request of a body. Raises MalformedError."""
+    document = document_of(body)
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise malformed(error.errors(include_url=False)[0]) from None
+
+
 def new_id(chat: bool) -> str:
     """A new id for a response."""
     return ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
@@ -194,12 +206,30 @@ def logprobs_of(chat: bool, pieces: Sequence[Piece], begins: int = 0) -> Documen
             "refusal": None,
         }
     texts = [likely.text for likely, _ in made]
+    entries = [_named((likely, *top)) for likely, top in made]
     return {
-        "tokens": texts,
+        "tokens": [next(iter(entry)) for entry in entries],
         "token_logprobs": [_finite(likely.logprob) for likely, _ in made],
-        "top_logprobs": [{each.text: _finite(each.logprob) for each in (*top[::-1], likely)} for likely, top in made],
+        "top_logprobs": entries,
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=begins)) if texts else [],
     }
+
+
+def _named(tokens: Sequence[Likely]) -> dict[str, float]:
+    """Log-probabilities of different tokens, each by a name of its own.
+
+    That is its text; `bytes:\\xe2\\x82` of a token of parts of characters; and `token_id:7` of one whose name is taken.
+    Source: OpenAI's completions for the bytes, vLLM's `return_tokens_as_token_ids` for the number.
+    """
+    made: dict[str, float] = {}
+    for token in {each.token_id: each for each in tokens}.values():
+        name, raw = token.text, token.raw or ()
+        try:
+            bytes(raw).decode()
+        except UnicodeDecodeError:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        made[f"token_id:{token.token_id}" if name in made else name] = _finite(token.logprob)
+    return made
 
 
 def _entry(likely: Likely) -> Document:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from flywheel.cli import interrupt
 from flywheel.cli.main import cli
 from flywheel.cli.serve import serve
+from flywheel.cli.text import complain
 
 
 class Stub:
@@ -47,3 +48,21 @@ def test_the_first_signal_leaves_a_server_that_drains_its_grace(monkeypatch: pyt
     assert result.exit_code == 0, result.output
     assert drains == [True]
     assert not interrupt._GUARD.drains
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://a.example", "http://[::1]:80", "app://a.md", "*"])
+def test_origins_and_the_log_reach_the_server(monkeypatch: pytest.MonkeyPatch, origin: str) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr("flywheel.serve.engine.Engine", Stub)
+    monkeypatch.setattr("flywheel.serve.server.run", lambda *given: asked.append(given[4:]))
+    words = ["--model", "m", "--device", "reference", "--port", "0"]
+    assert CliRunner().invoke(serve, words).exit_code == 0
+    assert CliRunner().invoke(serve, [*words, "--allow-origin", origin, "--log-level", "info"]).exit_code == 0
+    assert asked == [((), None), ((origin,), complain)]
+
+
+@pytest.mark.parametrize("origin", ["http://a/", "a.example", "HTTP://a", "http://a:b", "http://u@a", "http://a,", ""])
+def test_what_no_browser_sends_as_its_origin_is_refused(origin: str) -> None:
+    result = CliRunner().invoke(cli, ["serve", "--model", "m", "--device", "reference", "--allow-origin", origin])
+    assert result.exit_code == 2
+    assert f"--allow-origin {origin!r}: is neither * nor SCHEME://HOST[:PORT] in small letters" in result.stderr

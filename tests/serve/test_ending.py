@@ -17,7 +17,7 @@ from effort import LONG
 from patience import HANG_S
 from serve.conftest import Served
 
-from flywheel.serve.app import _Guard
+from flywheel.serve.guard import Guard
 
 ASKED = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 159, "ignore_eos": True, "stream": True}).encode()
 
@@ -91,7 +91,8 @@ def test_an_answer_is_ended_once_whether_or_not_it_is_whole_when_it_is_cut_off(w
     async def receive() -> Any:
         return {"type": "http.request", "body": b""}
 
-    asyncio.run(_Guard(answer, None)({"type": "http", "path": "/v1/models", "headers": []}, receive, send))
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+    asyncio.run(Guard(answer, None)(scope, receive, send))
     ends = [message for message in sent if message[0] == "http.response.body" and not message[2]]
     assert ends == [sent[-1]]
     assert b"".join(body for _, body, _ in sent) == b"a"

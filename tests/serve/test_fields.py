@@ -22,7 +22,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 class Echo:
     """An engine that answers every request with nothing at once, and keeps what it was asked."""
 
-    most, waiting, restarts, context, failed = 8, 0, 0, 64, None
+    most, waiting, restarts, context, unable = 8, 0, 0, 64, None
 
     def __init__(self) -> None:
         self.asked: list[Ask] = []
@@ -199,6 +199,62 @@ def test_choices_that_fill_the_queue_are_served(client: TestClient, engine: Echo
     assert len(engine.asked) == 8
 
 
-def test_a_body_that_is_no_json_says_where(client: TestClient) -> None:
-    answer = client.post(CHAT, content=b'{"model": }', headers={"content-type": "application/json"})
-    assert answer.json()["error"]["message"] == "body: is not JSON: Expecting value, at character 10"
+NESTED = {depth: b"[" * depth + b"]" * depth for depth in range(100, 1000, 25)}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", "body: cannot be read as JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b'{"model": }', "body: cannot be read as JSON: Expecting value: line 1 column 11 (char 10)"),
+        (b'{"model": "\xff"}', "body: is not UTF-8 at byte 11"),
+        (b'{"model": "\xed\xa0\x80"}', "body: is not UTF-8 at byte 11"),
+        (b"\xef\xbb\xbf{}", "body: cannot be read as JSON: the text begins with a byte-order mark"),
+        (b'{"n": 1, "n": 2}', "body: cannot be read as JSON: an object has 'n' twice"),
+        (b'{"seed": 1' + b"0" * 400 + b"}", "body: cannot be read as JSON: integer "),
+        (b'{"model": "m", "prompt": "a", "temperature": 1e999}', "temperature: inf is not in 0..100"),
+        (b"[" * 100_000, "body: cannot be read as JSON: nested too deeply"),
+        (b"[1]", "body: [1] is not an object"),
+        (rb'{"prompt": "ab\ud83d"}', r"prompt: the text has half a character, U+D83D (a lone surrogate), at "),
+        (rb'{"stop": ["a", "\uDC00"]}', r"stop.1: the text has half a character, U+DC00 (a lone surrogate), at "),
+        (rb'{"messages": [{"content": "\ud83d"}]}', r"messages.0.content: the text has half a character, U+D83D"),
+        (rb'{"\ud83d": 1}', r"body: the text has half a character, U+D83D (a lone surrogate), at character 0"),
+    ],
+)
+def test_a_body_that_is_no_request_says_why(client: TestClient, body: bytes, sentence: str) -> None:
+    answer = client.post(COMPLETION, content=body, headers={"content-type": "application/json"})
+    found = answer.json()["error"]
+    assert (answer.status_code, found["param"]) == (400, sentence.partition(":")[0])
+    assert found["message"].startswith(sentence)
+    assert len(found["message"]) < 200
+
+
+def test_a_body_of_any_depth_is_refused(client: TestClient) -> None:
+    for field in ("prompt", "unknown", "messages"):
+        for nested in NESTED.values():
+            body = b'{"model": "m", "%b": %b}' % (field.encode(), nested)
+            for path in (COMPLETION, CHAT):
+                answer = client.post(path, content=body, headers={"content-type": "application/json"})
+                assert answer.status_code == 400, answer.text
+
+
+def test_a_whole_surrogate_pair_is_a_character(client: TestClient, engine: Echo) -> None:
+    body = rb'{"model": "m", "prompt": "\ud83d\ude00", "stop": "\u2028"}'
+    assert client.post(COMPLETION, content=body, headers={"content-type": "application/json"}).status_code == 200
+    assert (engine.asked[0].prompt, engine.asked[0].stop) == ("\U0001f600", ("\u2028",))
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
+def test_a_content_type_that_is_not_jsons_is_named(client: TestClient, path: str, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = client.post(path, content=b'{"model": "m", "prompt": "a"}', headers=headers)
+    assert answer.status_code == 415
+    named = "none" if kind is None else json.dumps(kind)
+    assert answer.json()["error"]["message"] == f"Content-Type: {named} is not application/json"
+
+
+def test_a_content_type_of_json_may_name_its_encoding(client: TestClient) -> None:
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        body = b'{"model": "m", "prompt": "a"}'
+        assert client.post(COMPLETION, content=body, headers={"content-type": kind}).status_code == 200

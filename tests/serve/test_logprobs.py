@@ -14,7 +14,10 @@ from serve.conftest import Served
 from serve.test_server import MESSAGES, client_of, post
 
 from flywheel.decode.sampling import Sampling
+from flywheel.serve.answers import Piece
 from flywheel.serve.decoder import Completion, Decoder
+from flywheel.serve.likely import Likely
+from flywheel.serve.openai import logprobs_of
 
 CLOSE = 2e-4
 
@@ -53,6 +56,27 @@ def test_a_decoders_tokens_come_with_their_shares(checkpoint: Path, whole: tuple
         assert [each.logprob for each in top] == pytest.approx(best.values.tolist(), abs=CLOSE)
 
 
+def name_of(likely: Likely) -> str:
+    """The name of a token of one byte, which is no character beyond ASCII, or of none."""
+    return "".join(chr(byte) if byte < 0x80 else f"bytes:\\x{byte:02x}" for byte in likely.raw or ())
+
+
+def test_tokens_of_the_same_text_have_names_of_their_own() -> None:
+    tokens = [(7, "a", (97,)), (8, "a", None), (9, "a", (97,)), (10, "\ufffd", (0xE2, 0x82)), (11, "\ufffd", (0xE2,))]
+    tokens += [(12, "\ufffd", (0xEF, 0xBF, 0xBD)), (13, "", None), (14, "", None)]
+    each = tuple(Likely(number, text, raw, -float(number)) for number, text, raw in tokens)
+    document = logprobs_of(False, [Piece(7, "a", each[0], each[:1]), Piece(9, "a", each[2], each)])
+    assert document is not None
+    assert document["tokens"] == ["a", "a"]
+    assert document["top_logprobs"] == [
+        {"a": -7.0},
+        {
+            "a": -9.0, "token_id:7": -7.0, "token_id:8": -8.0, r"bytes:\xe2\x82": -10.0, r"bytes:\xe2": -11.0,
+            "\ufffd": -12.0, "": -13.0, "token_id:14": -14.0,
+        },
+    ]  # fmt: skip
+
+
 def test_a_completion_shows_them_as_openai_does(client: OpenAI, whole: tuple[list[int], Completion]) -> None:
     _, expected = whole
     asked: dict[str, Any] = {
@@ -62,12 +86,14 @@ def test_a_completion_shows_them_as_openai_does(client: OpenAI, whole: tuple[lis
     shown = choice.logprobs
     assert shown is not None
     assert shown.token_logprobs == pytest.approx([each.logprob for each in expected.likely])
-    assert shown.tokens == [each.text for each in expected.likely]
+    assert [name for name, each in zip(shown.tokens or [], expected.likely, strict=True) if name != name_of(each)] == []
     assert shown.text_offset is not None
     assert shown.text_offset[0] == 0
     for number, tops in enumerate(shown.top_logprobs or []):
-        wanted = {each.text: each.logprob for each in reversed((expected.likely[number], *expected.top[number]))}
-        assert tops == pytest.approx(wanted)
+        wanted = {each.token_id: each.logprob for each in (expected.likely[number], *expected.top[number])}
+        assert list(tops.values()) == pytest.approx(list(wanted.values()))
+        assert {name_of(each) for each in expected.top[number]} <= tops.keys()
+    assert any(name.startswith("bytes:") for tops in shown.top_logprobs or [] for name in tops)
     streamed = list(client.completions.create(**asked, stream=True))
     parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs is not None]
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
