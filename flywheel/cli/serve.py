@@ -21,7 +21,10 @@ from flywheel.ir.bundles import is_bundle
 from flywheel.models.decoder import MAX_BATCH
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from flywheel.serve.decoder import Device
+    from flywheel.serve.worker import Loaded
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:\d+)?|[a-z]+://\[[0-9a-f:.]+\](:\d+)?")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -107,17 +110,23 @@ def serve(
         engine = Engine(make, queue, complain)
         try:
             loaded = engine.start()
-            where = listener.getsockname()
-            together = "" if loaded.max_sequences == 1 else f", up to {loaded.max_sequences} requests together"
-            note(f"flywheel: {loaded.model} by {loaded.schedule}, context {loaded.context}{together}")
-            served, url = name or loaded.model, f"http://{_shown(where[0])}:{where[1]}/v1"
-            note(f"flywheel: serving {served} at {url}; Ctrl-C ends it")
-            if as_json:
-                show_json({"url": url, "model": served, "schedule": loaded.schedule, "context": loaded.context})
+            served = name or loaded.model
+            _announce(loaded, served, listener, as_json)
             with draining(_nothing):  # answers under way may end
                 run(engine, served, key, listener, origins, complain if log_level == "info" else None)
         finally:
             engine.close()
+
+
+def _announce(loaded: Loaded, served: str, listener: socket, as_json: bool) -> None:
+    """Say what is served, and where."""
+    where = listener.getsockname()
+    together = "" if loaded.max_sequences == 1 else f", up to {loaded.max_sequences} requests together"
+    note(f"flywheel: {loaded.model} by {loaded.schedule}, context {loaded.context}{together}")
+    url = f"http://{_shown(where[0])}:{where[1]}/v1"
+    note(f"flywheel: serving {served} at {url}; Ctrl-C ends it")
+    if as_json:
+        show_json({"url": url, "model": served, "schedule": loaded.schedule, "context": loaded.context})
 
 
 def _store(ctx: click.Context, model: str) -> str | None:
