@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flywheel.cli.options import command, document_option, give, json_option, store_option
+from flywheel.cli.options import (
+    announce_written,
+    command,
+    document_option,
+    give,
+    json_option,
+    store_option,
+    write_file,
+)
 from flywheel.cli.provenance import find_campaign, search_command
-from flywheel.cli.text import ABSENT, Command, counts, pairs, percent, show, show_table, ties, us
+from flywheel.cli.text import ABSENT, Command, amount, counts, note, pairs, percent, show, show_table, ties, us
+from flywheel.errors import FlywheelError, UsageError
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, judged, marks, ranked, row_name, tied_with, trial_of
 
@@ -25,13 +34,25 @@ SHOWN = 5
 
 @command
 @click.argument("name", required=False)
+@click.option("--archive", type=click.Path(path_type=Path), metavar="FILE.tsv",
+              help="Write the trials of NAME to FILE, as flywheel export does, then delete the campaign.")
+@click.option("--delete", "deleting", is_flag=True, help="Delete the campaign NAME with all of its trials.")
+@click.option("--yes", is_flag=True, help="Do not ask before deleting.")
 @store_option
 @document_option
 @json_option
-def campaigns(name: str | None, store: str, output: Path | None, as_json: bool) -> None:
-    """List the campaigns of a store with their outcomes and best latencies, or show the campaign NAME."""
+def campaigns(
+    name: str | None, archive: Path | None, deleting: bool, yes: bool, store: str, output: Path | None, as_json: bool
+) -> None:  # fmt: skip
+    """List the campaigns of a store with their outcomes and best latencies, or show the campaign NAME.
+
+    An archived campaign comes back with flywheel import FILE --as NAME.
+    """
     from flywheel.store.sql import open_store
 
+    if archive is not None or deleting:
+        _remove(name, archive, yes, store)
+        return
     with open_store(store, create=False) as opened:
         summaries = opened.campaigns()
         campaign = find_campaign(opened, name) if name is not None else None
@@ -48,12 +69,33 @@ def campaigns(name: str | None, store: str, output: Path | None, as_json: bool) 
     give(document, output, as_json, lambda: _show(where, summary, trials))
 
 
+def _remove(name: str | None, archive: Path | None, yes: bool, store: str) -> None:
+    """Delete a campaign, after its table is written where one is asked for."""
+    from flywheel.store.sql import open_store
+    from flywheel.store.tsv import to_tsv
+
+    if name is None:
+        raise UsageError("campaigns: --archive and --delete need the NAME of a campaign")
+    with open_store(store, create=False) as opened:
+        campaign = find_campaign(opened, name)
+        rows = opened.trials(campaign.name)
+        if archive is not None:
+            if archive.exists():
+                raise UsageError(f"{archive}: exists already; name a new file")
+            write_file(archive, to_tsv(rows))
+            announce_written(archive)
+        elif not yes:
+            click.confirm(f"Delete {campaign.name} and its {amount(len(rows), 'row')}?", abort=True, err=True)
+        opened.delete_campaign(campaign.name)
+    note(f"deleted campaign {campaign.name}, {amount(len(rows), 'row')}")
+
+
 def _list(where: str, summaries: list[CampaignSummary]) -> None:
     if not summaries:
         show(f"{where}: no campaigns")
         return
     headers = ("<!campaign", "?<!model", "?<!GPU", "?<dtype", "?context", "?batch", "?<sampler", "?trials", "best",
-               "<!", "?<outcomes")  # fmt: skip
+               "<!", "?<started", "?<outcomes")  # fmt: skip
     rows = []
     for summary in summaries:
         campaign = summary.campaign
@@ -62,10 +104,24 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
             (
                 campaign.name, campaign.model, campaign.gpu, _types(campaign), str(campaign.context),
                 str(campaign.batch), campaign.sampler, f"{summary.trials:,}", us(best), kind,
-                counts(summary.outcomes),
+                campaign.created_at[:10], counts(summary.outcomes),
             )
         )  # fmt: skip
     show_table(headers, rows)
+
+
+def _gained(campaign: Campaign, trials: list[TrialRecord]) -> str | None:
+    """What the campaign gained, in words; None where its model is not on this machine."""
+    from flywheel.search.gains import gained, gains_in_words
+    from flywheel.search.space import make_space
+    from flywheel.search.workload import make_workload
+
+    asked = campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
+    try:
+        gains = gained(make_space(make_workload(*asked), json.loads(campaign.spec).get("fix", {})), trials)
+    except FlywheelError:
+        return None
+    return None if gains is None else gains_in_words(gains)
 
 
 def _types(campaign: Campaign) -> str:
@@ -107,6 +163,9 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
             [
                 ("started", campaign.created_at),
                 ("last trial", last),
+                ("hosts", ", ".join(dict.fromkeys(record.host for record in trials)) or None),
+                ("GPU", ", ".join(dict.fromkeys(filter(None, (record.gpu_name for record in trials)))) or None),
+                ("gained", _gained(campaign, trials)),
                 ("trials", f"{summary.trials:,}: {counts(summary.outcomes)}"),
                 ("latencies", "predicted by a cost model" if campaign.measure == "predict" else "measured"),
                 ("tied", ties(tied)),

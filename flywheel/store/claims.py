@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, bindparam, delete, func, insert, select
 
+from flywheel.errors import StoreError
 from flywheel.measure.record import TrialRecord
 from flywheel.store.engine import writing
-from flywheel.store.presence import Presence
+from flywheel.store.presence import Presence, enter
 from flywheel.store.schema import campaigns, claims, record_values, trials
 
 _LAST: Final = select(func.max(trials.c.trial)).where(trials.c.campaign == bindparam("campaign"))
@@ -113,6 +114,22 @@ def keep_to_oneself(connection: Connection, campaign: str) -> None:
     if connection.dialect.name == "postgresql":
         row = select(campaigns.c.name).where(campaigns.c.name == campaign)
         connection.execute(row.with_for_update(key_share=True))
+
+
+def delete_campaign(engine: Engine, name: str, campaign: str) -> None:
+    """Delete a campaign of the store `name` and all of its rows. Raises StoreError where a run is trying one of its
+    configs now."""
+    presence = enter(engine, name)
+    try:
+        with writing(engine, name) as connection:
+            keep_to_oneself(connection, campaign)
+            held = set(connection.execute(select(claims.c.run).where(claims.c.campaign == campaign)).scalars())
+            if held & presence.alive():
+                raise StoreError(f"store {name}: campaign {campaign!r} is being searched; end that first")
+            for table, column in ((claims, "campaign"), (trials, "campaign"), (campaigns, "name")):
+                connection.execute(delete(table).where(table.c[column] == campaign))
+    finally:
+        presence.end()
 
 
 def _next_trial(connection: Connection, campaign: str) -> int:

@@ -79,8 +79,8 @@ claims: Final = Table(
     Column("config_id", Text, primary_key=True),
     Column("run", BigInteger, nullable=False),
 )
-"""The configs that runs are trying now. Only this table loses rows: when a trial's row is appended, and when a run has
-ended."""
+"""The configs that runs are trying now. This table loses rows when a trial's row is appended, and when a run has ended;
+the others only when a user deletes a campaign."""
 
 ceilings: Final = Table(
     "ceilings",

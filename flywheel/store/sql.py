@@ -36,7 +36,7 @@ from flywheel.measure.outcome import LASTING_OUTCOMES, OUTCOME_NAMES
 from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
-from flywheel.store.claims import Claims, keep_to_oneself
+from flywheel.store.claims import Claims, delete_campaign, keep_to_oneself
 from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
 from flywheel.store.places import file_of, make_store_url
@@ -152,6 +152,10 @@ class Store:
                         case "unique":
                             raise TrialExistsError(f"{where} has trial {record.trial} already") from error
                     raise
+
+    def delete_campaign(self, campaign: str) -> None:
+        """Delete a campaign and all of its rows. Raises StoreError where a run is trying one of its configs now."""
+        delete_campaign(self._engine, self.name, campaign)
 
     @contextmanager
     def share(self, campaign: str) -> Iterator[Claims]:
