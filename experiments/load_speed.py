@@ -29,11 +29,12 @@ from flywheel.errors import KernelCompileError
 from flywheel.ir import BufferKind, DType, MegakernelProgram, ScheduleConfig, validate
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
+from flywheel.plan.kernels import arch_name
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.workload import Workload, make_workload
 from flywheel.vm.bundle.reading import read_bundle
 from flywheel.vm.bundle.writing import bundle_files, write_folder
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version
+from flywheel.vm.gpu.nvrtc import compile_variant, nvrtc_version
 from flywheel.vm.pack import pack
 
 BAR_S = 0.5

@@ -24,9 +24,10 @@ from flywheel.ir import MegakernelProgram
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.plan import variant_of
+from flywheel.plan.kernels import arch_name
 from flywheel.search.workload import make_workload
 from flywheel.store.schedule import Schedule
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import compile_variant
 
 STALLS = ("long_sb", "barrier", "wait", "branch_resolving", "selected", "short_sb", "no_inst", "not_selected")
 CONTEXT = 512

@@ -12,8 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.plan.staging import FRAGMENT_K
-from flywheel.vm.abi import FRAGMENT_ROWS
+from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS
 
 LANES: Final = 32
 

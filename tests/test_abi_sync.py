@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flywheel import ir
-from flywheel.plan import formats, staging, step, variant
+from flywheel.plan import formats, placing, staging, step, variant
 from flywheel.vm import abi
 
 HEADER = Path(__file__).parents[1] / "flywheel" / "vm" / "cuda" / "abi.h"
@@ -42,19 +42,19 @@ CAPS = {
     "AMK_MAX_RANK": ir.ABI_MAX_RANK,
     "AMK_ABI_VERSION_MAJOR": int(ir.ABI_VERSION.split(".")[0]),
     "AMK_ABI_VERSION_MINOR": int(ir.ABI_VERSION.split(".")[1]),
-    "FW_MAX_STEPS": abi.MAX_STEPS,
+    "FW_MAX_STEPS": step.MAX_STEPS,
     "FW_MAX_ROWS": ir.ABI_MAX_ROWS,
     "FW_MAX_RANKS": ir.MAX_RANKS,
     "FW_NO_TOKEN": ir.NO_TOKEN,
-    "FW_FRAGMENT_ROWS": abi.FRAGMENT_ROWS,
+    "FW_FRAGMENT_ROWS": staging.FRAGMENT_ROWS,
     "FW_FRAGMENT_K": staging.FRAGMENT_K,
     "FW_RESULT_REF": step.RESULT_REF,
-    "FW_SPILLED": abi.SPILLED,
+    "FW_SPILLED": placing.SPILLED,
     "FW_ABSENT": step.ABSENT,
     "FW_COUNTER_STRIDE": abi.COUNTER_STRIDE,
     "FW_PEERS_SHIFT": abi.PEERS_SHIFT,
     "FW_RESERVED_BYTES": variant.RESERVED_BYTES,
-    "FW_PARTIALS_BYTES": abi.PARTIALS_BYTES,
+    "FW_PARTIALS_BYTES": staging.PARTIALS_BYTES,
     "FW_MIN_STAGED_BYTES": staging.MIN_STAGED_BYTES,
     "FW_WORK_BYTES": staging.WORK_BYTES,
     "FW_MAX_RING_SLOTS": variant.MAX_RING_SLOTS,

@@ -118,13 +118,17 @@ def _load(program: MegakernelProgram) -> dict[str, Any] | None:
 def predict_latency(program: MegakernelProgram, machine: Machine | None = None) -> Prediction:
     """The cost model's prediction, with the constants of `machine` if given.
 
-    Raises ConfigError for a program without tasks, a target without a bandwidth, and as the cost model.
+    Raises ConfigError for a program without tasks, a target without a bandwidth, and as the cost model; ConfigError and
+    InvalidProgramError as `check_program` for one that no kernels run.
     """
+    from flywheel.plan.routines import check_program
+
     if not program.tasks:
         raise ConfigError("the program has no tasks")
     target = program.target
     if target is not None and not target.hbm_bandwidth_gbs > 0:
         raise ConfigError(f"target {target.name}: hbm_bandwidth_gbs={target.hbm_bandwidth_gbs} is not above 0")
+    check_program(program)
     return predict(program, machine)
 
 

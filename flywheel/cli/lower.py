@@ -100,6 +100,8 @@ def lower(
         f"predicted {us(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
         f"program {summary['program_id']}"
     )
+    if summary["no_kernels"] is not None:
+        note(f"flywheel: no kernels run it: {summary['no_kernels']}")
     write_file(output or STDOUT, chain(program_pieces(program), "\n"))
     if output is None:
         return
@@ -123,6 +125,8 @@ def _gpus(program: MegakernelProgram) -> str:
 
 
 def _summary(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]:
+    from flywheel.plan.routines import refusal_of
+
     prediction = predict(program, predictor.machine)
     return {
         "program_id": program_id(program),
@@ -135,4 +139,5 @@ def _summary(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]
         "predicted_us": prediction.latency_us,
         "floor_fraction": floor_fraction(prediction.floor_us, prediction.latency_us),
         "predictor": predictor.version,
+        "no_kernels": refusal_of(program),
     }

@@ -24,7 +24,7 @@ from flywheel.cli.options import (
 from flywheel.cli.text import pairs, percent, show, show_table, size, us
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
-from flywheel.errors import ConfigError, UsageError
+from flywheel.errors import ConfigError, InvalidProgramError, UsageError
 from flywheel.ir import MegakernelProgram, simulate_adversarial, simulate_counters, validate
 from flywheel.measure.floor import floor_fraction
 from flywheel.report.layer import operation
@@ -84,7 +84,8 @@ def _write_trace(program: MegakernelProgram, document: dict[str, Any], path: Pat
 def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = STOCK) -> dict[str, Any]:
     """What the simulations show, JSON-ready.
 
-    A malformed program is not tested for races. A program that is invalid, or has no target or SMs, gets no prediction.
+    A malformed program is not tested for races. A program that is invalid, has no target or SMs, or that no kernels
+    run, gets no prediction.
     """
     result = validate(program)
     order, stuck = simulate_counters(program)
@@ -102,7 +103,7 @@ def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = S
     if result.ok and not stuck:
         try:
             return document | _predicted(program, predictor)
-        except ConfigError as error:
+        except (ConfigError, InvalidProgramError) as error:
             document["unpredicted"] = str(error)
     return document
 

@@ -18,10 +18,11 @@ from flywheel.models.hf import load_scheme
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec
 from flywheel.models.tokenizer_files import beside_weights
 from flywheel.plan import program_id
+from flywheel.plan.kernels import arch_name
 from flywheel.version import VERSION
 from flywheel.vm.bundle.writing import bundle_files
 from flywheel.vm.elements import stored
-from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant, nvrtc_version
+from flywheel.vm.gpu.nvrtc import CompiledVariant, compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
 from flywheel.vm.pack import pack
 

@@ -16,13 +16,14 @@ from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.models.quantise import is_part, kept_bytes
 from flywheel.models.weights import WeightsOnRequest
 from flywheel.plan import KernelVariant
+from flywheel.plan.kernels import arch_name
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
 from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights, put_weights
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import compile_variant
 from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram

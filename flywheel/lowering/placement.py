@@ -78,10 +78,16 @@ def spread(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: str
     work so far. idle_first breaks ties first by the least work in the previous stage, since such an SM is free when its
     operands are ready.
     """
-    # Imported here, so that only lowering waits for numba.
+    if policy == "round_robin":
+        turns = array("q", [place % num_sms for place in range(max(sizes, default=0))])
+        placed = array("q")
+        for size in sizes:
+            placed.extend(turns[:size])
+        return placed
+    # Imported here, so that only the other policies wait for numba.
     from flywheel.lowering.spreading import deal
 
-    return deal(costs, sizes, num_sms, POLICIES.index(policy))
+    return deal(costs, sizes, num_sms, policy == "idle_first")
 
 
 def overridden(sms: array[int], assignment: Mapping[int, int], num_sms: int) -> array[int]:

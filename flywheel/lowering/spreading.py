@@ -13,21 +13,21 @@ from flywheel.compiled import bare
 Ints = npt.NDArray[np.int64]
 
 
-def deal(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: int) -> array[int]:
-    """The SM of each tile, as in `placement.spread`. `policy` is an index of `POLICIES`."""
+def deal(costs: Sequence[int], sizes: Sequence[int], num_sms: int, idle_first: bool) -> array[int]:
+    """The SM of each tile, as in `placement.spread` by load_balance or idle_first."""
     pairs, stages = np.array(costs, np.int64).reshape(-1, 2), np.array(sizes, np.int64)
     sms = np.empty(stages.sum(), np.int64)
     ranked = np.arange(num_sms)
     total, latest, spare, loads = np.zeros((4, num_sms), np.int64)
-    _deal(pairs, stages, policy, sms, ranked, total, latest, spare, loads,
+    _deal(pairs, stages, idle_first, sms, ranked, total, latest, spare, loads,
           np.zeros(num_sms + 2, np.int64), np.zeros(len(pairs), np.int64))  # fmt: skip
     return array("q", sms.tobytes())
 
 
 @bare
 def _deal(
-    costs: Ints, sizes: Ints, policy: int, sms: Ints, ranked: Ints, total: Ints, latest: Ints, spare: Ints, loads: Ints,
-    starts: Ints, order: Ints,
+    costs: Ints, sizes: Ints, idle_first: bool, sms: Ints, ranked: Ints, total: Ints, latest: Ints, spare: Ints,
+    loads: Ints, starts: Ints, order: Ints,
 ) -> None:  # fmt: skip
     """Fill `sms`. The arrays after it are working memory: `ranked` holds all SMs, the others zeros."""
     tile = pair = 0
@@ -37,10 +37,9 @@ def _deal(
             tile += costs[pair, 1]
             pair += 1
         tile = end - size
-        if policy < 2:
-            _rank(ranked, latest, total, policy == 1, spare, starts)
+        _rank(ranked, latest, total, idle_first, spare, starts)
         latest[:] = 0
-        if policy == 2 or _are_equal(costs, first, pair):
+        if _are_equal(costs, first, pair):
             place = 0
             for number in range(tile, end):
                 sms[number] = ranked[place]

@@ -35,8 +35,13 @@ MAX_X_SCALES: Final = MAX_STAGED_BYTES // (2 * X_BLOCK)
 WORK_BYTES: Final = 8 * 1024
 """Bytes at the end of the staging area that kernels without a matrix operand use."""
 
+FRAGMENT_ROWS: Final = 16
 FRAGMENT_K: Final = 16
-"""Weights are multiplied in blocks of 16 x 16; operands are padded to whole ones."""
+"""A weight fragment is FRAGMENT_ROWS x FRAGMENT_K elements, which 32 lanes hold 8 each. Operands are padded to whole
+ones."""
+
+PARTIALS_BYTES: Final = 8 * 1024
+"""Shared memory for the partial sums of matrix steps: two passes."""
 
 SLICE_K: Final = 2 * FRAGMENT_K
 """Slices are multiples of so many columns of K. An even number of fragments puts several rows into different banks."""

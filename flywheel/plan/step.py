@@ -22,6 +22,9 @@ _K = InstructionKind
 RESULT_REF: Final = 16
 """An operand ref below this is a task input; from here on it is the scratch result of step `ref - RESULT_REF`."""
 
+MAX_STEPS: Final = 16
+"""Most steps of one task."""
+
 ABSENT: Final = -1
 """Stands for no ref, table index or counter."""
 

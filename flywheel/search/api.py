@@ -91,8 +91,8 @@ def search(
     the command's default is one a usable core. More processes, and one that measures on a GPU, are spawned: scripts
     that ask for them must do so under `if __name__ == "__main__"`. Ctrl-C ends the call and keeps the ended trials.
 
-    Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
-    StoreError, all FlywheelErrors."""
+    Raises UnknownNameError, UnsupportedModelError, ConfigError, InvalidProgramError, UsageError, NoGpuError,
+    KernelCompileError and StoreError, all FlywheelErrors."""
     if name is not None:
         check_name("search", name)
     gpu = default_gpu("search") if gpu is None else gpu

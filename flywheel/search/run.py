@@ -20,7 +20,7 @@ from flywheel.search.opening import open_campaign, resumed
 from flywheel.search.sampling.foresight import Foresight, is_calibrated
 from flywheel.search.sampling.samplers import make_sampler
 from flywheel.search.sampling.study import CampaignStudy
-from flywheel.search.space import Space, make_space
+from flywheel.search.space import Space, check_runnable, make_space
 from flywheel.search.spec import METHOD, CampaignSpec, with_name
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.trials.sites import open_engine, open_site
@@ -62,8 +62,9 @@ def run_search(
 
     `given` names the options of `spec` that somebody chose. A campaign that is resumed keeps the others of METHOD.
 
-    Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
-    StoreError; a worker that cannot start on the GPU raises what stops it.
+    Raises InvalidProgramError where no schedule has kernels, UnknownNameError, UnsupportedModelError, ConfigError,
+    UsageError, NoGpuError, KernelCompileError and StoreError; a worker that cannot start on the GPU raises what stops
+    it.
     """
     jobs = jobs_of(spec.jobs)
     if jobs > 1:
@@ -72,6 +73,7 @@ def run_search(
     spec = replace(spec, weights=workload.stored)
     check_kernels(workload)
     space = make_space(workload, spec.fix)
+    check_runnable(space)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     predictor = open_predictor(spec.machine, workload.target)
     with (  # the store closes late: the last connection to a SQLite file folds its write-ahead log into it

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.errors import UsageError
+from flywheel.errors import ConfigError, InvalidProgramError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.show import did_you_mean
 from flywheel.lowering.fusion import PATTERNS
@@ -255,3 +255,25 @@ def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space
             values = pinned
         dimensions.append(Dimension(knob.name, values, knob.ordered))
     return Space(workload, tuple(dimensions))
+
+
+def check_runnable(space: Space) -> None:
+    """Raises InvalidProgramError, with the first refusal, if the kernels run neither a known good schedule nor one that
+    differs from it in one knob: then they would run none of the space."""
+    from flywheel.plan.routines import check_program
+
+    good = space.known_good()
+    near = [{**good[0], each.name: value} for each in space.dimensions for value in each.values]
+    first: InvalidProgramError | None = None
+    for choice in (*good, *near):
+        config = replace(space.to_config(choice), sm_assignment="round_robin")  # the fastest, and kernels are alike
+        try:
+            check_program(lower(space.workload.graph, config, space.workload.target))
+        except ConfigError:
+            continue  # says nothing of other schedules
+        except InvalidProgramError as error:
+            first = first or error
+        else:
+            return
+    if first is not None:
+        raise InvalidProgramError(f"{space.workload.model}: no schedule has kernels: {first}")

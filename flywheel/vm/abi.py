@@ -18,20 +18,8 @@ from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_W
 from flywheel.ir.opcodes import PARAM_FIELDS
 from flywheel.vm.trace_abi import Anchor, Stamp, Tie
 
-MAX_STEPS: Final = 16
-"""Steps of one task; a recipe with more is refused at load."""
-
-FRAGMENT_ROWS: Final = 16
-"""A weight fragment is FRAGMENT_ROWS x FRAGMENT_K elements, which 32 lanes hold 8 each."""
-
-SPILLED: Final = 1 << 30
-"""Added to a scratch offset that counts from the SM's slice of the workspace instead of from the staging area."""
-
 COUNTER_STRIDE: Final = 128
 """Bytes from one counter to the next: a cache line each."""
-
-PARTIALS_BYTES: Final = 8 * 1024
-"""Shared memory for the partial sums of matrix steps: two passes."""
 
 
 class InstructionFlag(IntFlag):

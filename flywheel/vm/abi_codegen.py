@@ -29,11 +29,21 @@ from flywheel.ir import (
     InstructionKind,
     MemSpace,
 )
+from flywheel.plan import kernels
 from flywheel.plan.formats import UNIT_ALIGNMENT, Code, Scales
-from flywheel.plan.staging import FRAGMENT_K, MAX_X_SCALES, MIN_STAGED_BYTES, WORK_BYTES, X_BLOCK
-from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
+from flywheel.plan.placing import SPILLED
+from flywheel.plan.staging import (
+    FRAGMENT_K,
+    FRAGMENT_ROWS,
+    MAX_X_SCALES,
+    MIN_STAGED_BYTES,
+    PARTIALS_BYTES,
+    WORK_BYTES,
+    X_BLOCK,
+)
+from flywheel.plan.step import ABSENT, MAX_STEPS, RESULT_REF, Epilogue
 from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
-from flywheel.vm import abi, kernels, trace_abi
+from flywheel.vm import abi, trace_abi
 
 CUDA: Final = Path(__file__).parent / "cuda"
 
@@ -67,19 +77,19 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "AMK_MAX_OUTPUTS": ABI_MAX_OUTPUTS,
         "AMK_MAX_WAITS": ABI_MAX_WAITS,
         "AMK_MAX_RANK": ABI_MAX_RANK,
-        "FW_MAX_STEPS": abi.MAX_STEPS,
+        "FW_MAX_STEPS": MAX_STEPS,
         "FW_MAX_ROWS": ABI_MAX_ROWS,
         "FW_MAX_RANKS": MAX_RANKS,
         "FW_NO_TOKEN": NO_TOKEN,
-        "FW_FRAGMENT_ROWS": abi.FRAGMENT_ROWS,
+        "FW_FRAGMENT_ROWS": FRAGMENT_ROWS,
         "FW_FRAGMENT_K": FRAGMENT_K,
         "FW_RESULT_REF": RESULT_REF,
-        "FW_SPILLED": abi.SPILLED,
+        "FW_SPILLED": SPILLED,
         "FW_ABSENT": ABSENT,
         "FW_COUNTER_STRIDE": abi.COUNTER_STRIDE,
         "FW_PEERS_SHIFT": abi.PEERS_SHIFT,
         "FW_RESERVED_BYTES": RESERVED_BYTES,
-        "FW_PARTIALS_BYTES": abi.PARTIALS_BYTES,
+        "FW_PARTIALS_BYTES": PARTIALS_BYTES,
         "FW_MIN_STAGED_BYTES": MIN_STAGED_BYTES,
         "FW_WORK_BYTES": WORK_BYTES,
         "FW_MAX_RING_SLOTS": MAX_RING_SLOTS,

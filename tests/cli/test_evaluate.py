@@ -145,3 +145,29 @@ def test_fields_that_are_none_of_a_config_are_named(run: Run) -> None:
     assert result.exit_code == 0
     assert result.stderr == r"-: ignored fields that a ScheduleConfig does not have: \x1b, pipelining" + "\n"
     assert json.loads(result.stdout)["outcome"] == "predicted"
+
+
+def test_a_config_that_no_kernels_run_is_rejected_by_every_command_that_predicts(run: Run) -> None:
+    """`lower` still writes the program, which the reference VM runs."""
+    wide = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 512,
+        "vocab_size": 512, "max_position_embeddings": 64,
+    }  # fmt: skip
+    Path("config.json").write_text(json.dumps(wide), encoding="utf-8")
+    Path("schedule.json").write_text(json.dumps(config_to_dict(ScheduleConfig())), encoding="utf-8")
+    work = ("--model", ".", "--gpu", "l4")
+    evaluated = run("evaluate", "schedule.json", *work, "--measure", "predict", "--json")
+    found = json.loads(evaluated.stdout)
+    assert (evaluated.exit_code, found["outcome"], found["codes"], found["predicted_us"]) == (
+        3, "rejected", ["load"], None,
+    )  # fmt: skip
+    reason = found["reason"].removeprefix("[load] ")
+    assert reason.endswith("head_dim=512 is above 256")
+    lowered = run("lower", "--config", "schedule.json", *work, "--output", "program.json", "--json")
+    assert (lowered.exit_code, json.loads(lowered.stdout)["no_kernels"]) == (0, reason)
+    assert f"flywheel: no kernels run it: {reason}" in lowered.stderr.splitlines()
+    simulated = json.loads(run("simulate", "program.json", "--json").stdout)
+    assert (simulated["valid"], simulated["prediction"], simulated["unpredicted"]) == (True, None, reason)
+    inspected = json.loads(run("inspect", "program.json", "--json").stdout)
+    assert (inspected["valid"], inspected["predicted_us"]) == (True, None)

@@ -13,11 +13,11 @@ from emulator.gpu import EmulatedGpu, build_variant
 from torch import Tensor
 
 from flywheel.ir import Buffer, BufferKind, MegakernelProgram
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.elements import stored_type, values
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights
-from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram
 

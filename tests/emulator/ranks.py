@@ -16,10 +16,10 @@ from torch import Tensor
 from flywheel.errors import GpuFaultError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
 from flywheel.models.weights import bind
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights
 from flywheel.vm.gpu.needed import needed_weights
-from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.ranked import RankedProgram
 from flywheel.vm.pack import PackedProgram, pack_ranks
 

@@ -21,11 +21,11 @@ from flywheel.decode.whole import as_whole
 from flywheel.ir import MegakernelProgram
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.needed import put_weights
-from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import pack
 

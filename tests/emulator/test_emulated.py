@@ -22,13 +22,13 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind, random_weights
+from flywheel.plan.kernels import arch_name
 from flywheel.plan.step import ABSENT
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Fault, InstructionFlag, SegmentFlag, StepFlag
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights
-from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import pack

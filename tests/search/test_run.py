@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from patience import HANG_S
 
-from flywheel.errors import ConfigError, UnknownNameError, UsageError
+from flywheel.errors import ConfigError, InvalidProgramError, UnknownNameError, UsageError
 from flywheel.search.run import Start, run_search
 from flywheel.search.spec import CampaignSpec
 from flywheel.store.sql import open_store
@@ -92,6 +92,24 @@ def test_a_search_that_cannot_start_leaves_no_campaign(
     assert fact in str(caught.value)
     with open_store(url) as store:
         assert store.campaigns() == []
+
+
+def test_a_model_that_no_schedule_can_run_is_refused_before_there_is_a_store(tmp_path: Path) -> None:
+    """Not as trials that are all rejected: the GPU's worker would refuse every one of them."""
+    document = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 512,
+        "vocab_size": 512, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    store = tmp_path / "trials.db"
+    with pytest.raises(InvalidProgramError) as caught:
+        run_search(campaign(str(tmp_path)), str(store))
+    name, _, fact = str(caught.value).partition(": ")
+    assert name == str(tmp_path)
+    assert fact.startswith("no schedule has kernels: task ")
+    assert fact.endswith(": head_dim=512 is above 256")
+    assert not store.exists()
 
 
 def test_nothing_is_left_outside_the_store_file(tmp_path: Path) -> None:

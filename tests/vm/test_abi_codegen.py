@@ -9,7 +9,8 @@ import pytest
 from setuptools import Distribution
 
 from flywheel.ir import InstructionKind
-from flywheel.vm import abi, abi_codegen, kernels
+from flywheel.plan import kernels
+from flywheel.vm import abi, abi_codegen
 
 
 def test_the_generated_files_are_up_to_date() -> None:

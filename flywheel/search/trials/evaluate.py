@@ -82,7 +82,10 @@ class Prepared:
 
 
 def prepare(config: ScheduleConfig, workload: Workload) -> Prepared:
-    """Lower a config and validate its program. A config's own fault is an outcome and raises nothing."""
+    """Lower a config, validate its program, and ask whether there are kernels for it.
+
+    A config's own fault is an outcome and raises nothing.
+    """
     start = perf_counter()
     try:
         program = lower(workload.graph, config, workload.target)
@@ -91,8 +94,9 @@ def prepare(config: ScheduleConfig, workload: Workload) -> Prepared:
     lowered = perf_counter()
     result = validate(program, strict=True)
     validated = perf_counter()
-    refused = None
-    if not result.ok:
+    if result.ok:
+        refused = _without_kernels(program)
+    else:
         refused = Rejected(tuple(sorted({found.code for found in result.errors})), str(result.errors[0]))
     weight_bytes = weight_bytes_read(program)
     return Prepared(
@@ -105,6 +109,15 @@ def prepare(config: ScheduleConfig, workload: Workload) -> Prepared:
         lower_s=lowered - start,
         validate_s=validated - lowered,
     )
+
+
+def _without_kernels(program: MegakernelProgram) -> Rejected | None:
+    """The refusal of a proved program that no kernels run, as a GPU's worker would say it; None where they do."""
+    # Imported here: the coordinator imports this module, and only evaluations wait for numpy.
+    from flywheel.plan.routines import refusal_of
+
+    reason = refusal_of(program)
+    return None if reason is None else Rejected(("load",), reason)
 
 
 def evaluate(config: ScheduleConfig, workload: Workload, seen: Seen, measure: Measure) -> Evaluation:

@@ -20,10 +20,11 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import parse_formats
 from flywheel.plan import variant_of
+from flywheel.plan.kernels import arch_name
 from flywheel.process import usable_cores
 from flywheel.search.trials.device import missing_modules
 from flywheel.vm.gpu.devices import describe_gpu
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version
+from flywheel.vm.gpu.nvrtc import compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
 from flywheel.vm.worker import Bench, Parcel, Work, enter_phase
 

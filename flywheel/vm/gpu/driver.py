@@ -21,11 +21,12 @@ import numpy.typing as npt
 from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuError, TensorError
 from flywheel.ir import GpuTarget
 from flywheel.measure.tenants import held_by
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.contexts import ContextDriver
 from flywheel.vm.gpu.devices import no_package
 from flywheel.vm.gpu.granules import DriverGranules, Granules
 from flywheel.vm.gpu.nvml import read_presence
-from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, arch_name
+from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant
 from flywheel.vm.gpu.pinned import HostWord, HostWords
 
 _SPIN_S: Final = 0.02

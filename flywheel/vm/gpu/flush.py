@@ -9,8 +9,9 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, Self
 
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.driver import Gpu
-from flywheel.vm.gpu.nvrtc import arch_name, compile_unit
+from flywheel.vm.gpu.nvrtc import compile_unit
 
 FACTOR: Final = 2
 """Bytes to read, as a multiple of the cache's size. More than once, since eviction is not strictly oldest first."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, TensorError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind
+from flywheel.plan.checks import CACHE_ALIGNMENT
 from flywheel.plan.step import ABSENT
 from flywheel.vm.abi import COUNTER_STRIDE, Fault, Layout, numpy_struct
 from flywheel.vm.elements import stored, stored_type, values
@@ -32,7 +33,6 @@ GRACE_S: Final = 2.0
 _POISON: Final = 0xFF
 """A float of any type whose bytes all have this value is a NaN."""
 
-_CACHE_ALIGNMENT: Final = 16
 """Alignment of KV caches in bytes: the width of the kernels' loads."""
 
 _PROGRAM: Final = numpy_struct("amk_program_t")
@@ -339,8 +339,8 @@ class LoadedProgram:
             elif buffer.kind is BufferKind.KV_CACHE:
                 if buffer.name not in caches:
                     raise TensorError(f"cache {buffer.name}: not given")
-                if caches[buffer.name] % _CACHE_ALIGNMENT:
-                    raise TensorError(f"cache {buffer.name}: starts at no multiple of {_CACHE_ALIGNMENT} bytes")
+                if caches[buffer.name] % CACHE_ALIGNMENT:
+                    raise TensorError(f"cache {buffer.name}: starts at no multiple of {CACHE_ALIGNMENT} bytes")
                 addresses.append(caches[buffer.name])
             elif row not in self.packed.arena.offsets:
                 addresses.append(0)  # on another GPU: `images_table` says where

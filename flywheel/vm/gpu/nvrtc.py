@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError
@@ -22,11 +21,6 @@ from flywheel.installing import install_line
 from flywheel.ir import COMPUTE_DTYPES, DType
 from flywheel.plan.variant import WARP
 from flywheel.vm.gpu.sources import SOURCES, source_digest
-
-ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
-    {80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120"}
-)
-"""`sm_arch` of a target -> the architecture that its kernels are compiled for."""
 
 _IMPORTING: Final = Lock()  # two threads that import cuda.core 1.2 at once see it half initialised
 
@@ -85,14 +79,6 @@ class CompiledVariant(CompiledUnit):
     def usage(self) -> EntryUsage:
         """The resources of the entry `megakernel`."""
         return self.entries["megakernel"]
-
-
-def arch_name(sm_arch: int) -> str:
-    """The architecture that kernels for `sm_arch` are compiled for. Raises ConfigError for an unsupported one."""
-    if sm_arch not in ARCHITECTURES:
-        known = ", ".join(map(str, ARCHITECTURES))
-        raise ConfigError(f"sm_arch={sm_arch}: there are kernels for {known}")
-    return ARCHITECTURES[sm_arch]
 
 
 def nvrtc_version() -> str:

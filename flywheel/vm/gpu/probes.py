@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.driver import Gpu
-from flywheel.vm.gpu.nvrtc import arch_name, compile_unit
+from flywheel.vm.gpu.nvrtc import compile_unit
 
 _READ_BYTES: Final = 4 * 1024**3
 """Bytes to read in a launch: about a millisecond of the fastest memory, and more than any L2 cache holds."""

@@ -14,11 +14,13 @@ import numpy.typing as npt
 from flywheel.errors import WeightsError
 from flywheel.ir import Buffer, DType
 from flywheel.plan.formats import coded_bytes
+from flywheel.plan.kernels import arch_name
+from flywheel.plan.staging import FRAGMENT_ROWS
 from flywheel.plan.step import Coded
-from flywheel.vm.abi import FRAGMENT_ROWS, Layout
+from flywheel.vm.abi import Layout
 from flywheel.vm.elements import stored
 from flywheel.vm.gpu.driver import Gpu, Memory
-from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import CompiledVariant, compile_variant
 
 FRAGMENT_ELEMENTS: Final = FRAGMENT_ROWS * FRAGMENT_ROWS
 

@@ -17,8 +17,9 @@ from flywheel.ir import ABI_MAX_INPUTS, Buffer, InstructionKind
 from flywheel.plan.nodes import Node
 from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine
+from flywheel.plan.staging import FRAGMENT_ROWS
 from flywheel.plan.step import ABSENT, adds_columns
-from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, StepFlag
+from flywheel.vm.abi import InstructionFlag, StepFlag
 from flywheel.vm.pack.instructions import other_ranks, picked
 
 Table = npt.NDArray[np.void]

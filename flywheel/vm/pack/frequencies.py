@@ -9,8 +9,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import InvalidProgramError
-
 Floats = npt.NDArray[np.float32]
 
 _SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
@@ -27,10 +25,8 @@ class Frequencies:
         self._size = 0
 
     def offset(self, params: Mapping[str, Any]) -> int:
-        """The place where a ROPE step's frequencies begin. Raises InvalidProgramError for an incomplete scaling."""
+        """The place where a ROPE step's frequencies begin."""
         given = tuple(float(params[name]) for name in _SCALING if name in params)
-        if given and len(given) < len(_SCALING):
-            raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(_SCALING)}")
         key = (int(params["head_dim"]), float(params["theta"]), given)
         if key not in self._offsets:
             table = inverse_frequencies(*key)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import InvalidProgramError
-from flywheel.ir import PARAM_FIELDS, Buffer, Wait
+from flywheel.ir import PARAM_FIELDS, Wait
 from flywheel.plan.formats import Scales
 from flywheel.plan.nodes import Node
 from flywheel.plan.ranks import Part
@@ -78,47 +76,11 @@ def other_ranks(part: Part) -> np.uint32:
     return np.uint32(((1 << part.ranks) - 1 - (1 << part.rank)) << PEERS_SHIFT)
 
 
-def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
-    """Row of a quantised matrix's buffer -> its format. `scales` and `zeros` are buffer rows, too.
-
-    Raises InvalidProgramError, which names the task, if two tasks scale one matrix in different ways, or a task uses
-    another matrix's scales.
-    """
-    found: dict[int, Coded] = {}
-    scaled: dict[int, int] = {}
-    steps = [[step for step in routine.steps if step.coded is not None] for routine in routines]
-    for node in nodes:
-        for step in steps[node.form]:
-            assert step.coded is not None
-            row, zeros = node.inputs[step.args[1]], step.coded.zeros
-            coded = replace(
-                step.coded,
-                scales=node.inputs[step.coded.scales],
-                zeros=ABSENT if zeros == ABSENT else node.inputs[zeros],
-            )
-            if found.setdefault(row, coded) != coded:
-                raise InvalidProgramError(
-                    f"task {node.task.id} ({node.task.label}): {node.task.op.name} scales buffer {buffers[row].id} "
-                    f"({buffers[row].name}) in another way than a task before it"
-                )
-            if scaled.setdefault(coded.scales, row) != row:
-                raise InvalidProgramError(
-                    f"task {node.task.id} ({node.task.label}): buffer {buffers[coded.scales].id} "
-                    f"({buffers[coded.scales].name}) has scales of {buffers[scaled[coded.scales]].name}, not of "
-                    f"{buffers[row].name}: a matrix needs its own"
-                )
-    return found
-
-
 def weight_layouts(
-    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, Coded]
+    nodes: Sequence[Node], routines: Sequence[Routine], coded: Mapping[int, Coded]
 ) -> dict[int, Layout]:
-    """Row of a buffer with a product's weights -> its layout.
-
-    Raises InvalidProgramError, which names the task, if a task reads such a buffer in row-major order.
-    """
+    """Row of a buffer with a product's weights -> its layout."""
     weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
-    loose = [routine.loose for routine in routines]
     rows = {
         row: Layout.UNITS if row in coded else Layout.FRAGMENTS
         for row in (node.inputs[number] for node in nodes for number in weights[node.form])
@@ -127,13 +89,4 @@ def weight_layouts(
         rows[each.scales] = Layout.ROW_SCALES if each.coding.scales is Scales.ROWS else Layout.IN_UNITS
         if each.zeros != ABSENT:
             rows[each.zeros] = Layout.IN_UNITS
-    for node in nodes:
-        for number in loose[node.form]:
-            row = node.inputs[number]
-            if row in rows:
-                buffer = buffers[row]
-                raise InvalidProgramError(
-                    f"task {node.task.id} ({node.task.label}): {node.task.op.name} reads buffer {buffer.id} "
-                    f"({buffer.name}), a matrix elsewhere, as another operand"
-                )
     return rows

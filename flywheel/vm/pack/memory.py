@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import InvalidProgramError
-from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.ir import Buffer, BufferKind, MegakernelProgram
 from flywheel.vm.abi import Layout, numpy_struct
 
 ALIGNMENT: Final = 256
@@ -33,14 +32,6 @@ def buffer_table(
     table["layout"][list(awaited)] = Layout.AWAITED
     table["layout"][list(away)] = Layout.PEER
     return table
-
-
-def check_buffers(buffers: Sequence[Buffer]) -> None:
-    """Raises InvalidProgramError for I4 rows with an odd number of elements."""
-    for buffer in buffers:
-        if buffer.dtype is DType.I4 and buffer.shape[-1] % 2:
-            name = f"buffer {buffer.id} ({buffer.name})"
-            raise InvalidProgramError(f"{name}: I4 rows of an odd length, {buffer.shape[-1]}")
 
 
 @dataclass(frozen=True, slots=True)

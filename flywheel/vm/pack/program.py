@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import ConfigError, InvalidProgramError
-from flywheel.ir import ABI_MAX_ROWS, DType, InstructionKind, MegakernelProgram, Task
-from flywheel.ir.access import MATRIX_OPS, WHOLE, Region, written_region
+from flywheel.errors import ConfigError
+from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
+from flywheel.ir.access import WHOLE, Region, written_region
 from flywheel.ir.positions import last_position
 from flywheel.plan import KernelVariant
 from flywheel.plan.handoff import columns_of
-from flywheel.plan.nodes import Grouping, Node, make_nodes
+from flywheel.plan.nodes import Grouping, Node
 from flywheel.plan.program import Plan, make_plan
 from flywheel.plan.ranks import Part
-from flywheel.plan.routine import Routine, make_routine
-from flywheel.plan.step import ABSENT, Coded, Form, steps_of
-from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag, Layout
+from flywheel.plan.routine import Routine
+from flywheel.plan.routines import routines_of
+from flywheel.plan.step import ABSENT, Coded
+from flywheel.vm.abi import InstructionFlag, Layout
 from flywheel.vm.pack.adding import take_sums
 from flywheel.vm.pack.best import best_flags
-from flywheel.vm.pack.checks import check_arrivals, check_count, check_steps, float_type, scale_buffers
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.instructions import (
-    coded_rows,
     node_rows,
     other_ranks,
     params_rows,
@@ -35,8 +33,8 @@ from flywheel.vm.pack.instructions import (
     picked,
     weight_layouts,
 )
-from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
-from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, spread_chunks, tile_of
+from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, place_buffers
+from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, spread_chunks
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
 
 Table = npt.NDArray[np.void]
@@ -132,29 +130,28 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
     """The tables of a planned program. With `keeps_best`, tasks may keep the largest logit. Raises InvalidProgramError
     as `pack`."""
     program, variant, grouping, hand_offs = plan.program, plan.variant, plan.grouping, plan.hand_offs
-    check_buffers(program.buffers)
-    dtype = float_type(program.buffers, scale_buffers(grouping.firsts))
-    nodes, forms = make_nodes(program, grouping)
-    templates, floats = _templates(plan, nodes, forms, dtype)
-    routines = [template.routine for template in templates]
+    made = routines_of(plan)
+    dtype, nodes, routines, coded = made.dtype, made.nodes, made.by_form, made.coded
+    frequencies = Frequencies()
+    templates = [
+        make_template(routine, placed, dtype, variant, frequencies)
+        for routine, placed in zip(routines, made.placements, strict=True)
+    ]
     steps, first_steps = _step_table(templates)
-    pass_blocks = _pass_blocks(steps, variant)
-    coded = coded_rows(nodes, routines, program.buffers)
-    layouts = weight_layouts(nodes, routines, program.buffers, coded)
+    layouts = weight_layouts(nodes, routines, coded)
     away = _away(plan)
     buffers = buffer_table(program.buffers, layouts, hand_offs.awaited, away)
 
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
     arrivals = _keep_best(plan, nodes, routines, by_node) if keeps_best else ABSENT
-    if plan.part is not None:
-        check_arrivals(nodes, routines, program.buffers, plan.part.arrived)
-    lanes, places = _position_rows(grouping.params)
-    instructions = _instructions(plan, nodes, routines, by_node, places)
+    instructions = _instructions(plan, nodes, routines, by_node, made.position_rows)
     queues, node_of = plan.first.astype(np.int32), grouping.node_of[plan.order]
     sums: dict[int, int] = {}
     if plan.part is not None:
-        kept, sums = take_sums(instructions, steps, nodes, routines, node_of, program.buffers, plan.part, pass_blocks)
+        kept, sums = take_sums(
+            instructions, steps, nodes, routines, node_of, program.buffers, plan.part, made.pass_blocks
+        )
         instructions, node_of = picked(instructions, kept), node_of[kept]
         queues = np.searchsorted(kept, queues).astype(np.int32)
 
@@ -163,18 +160,18 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
         [routine.matrices for routine in routines],
         np.array([node.form for node in nodes], np.int64)[node_of],
     )
-    _check_tiles(program.tasks, instructions, steps, entries)
     kinds = blocks_of(coded, fragment_bytes(dtype), len(program.buffers))
     steps = spread_chunks(instructions, steps, entries, kinds, variant)
     segments, segment_buffers, streams = segments_of(
-        instructions, queues, steps, buffers, entries, kinds, variant, pass_blocks
+        instructions, queues, steps, buffers, entries, kinds, variant, made.pass_blocks
     )
     spilled = max((template.spilled_bytes for template in templates), default=0)
     return PackedProgram(
-        program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams, floats,
+        program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams,
+        frequencies.table(),
         n_counters=len(program.counters),
         workspace_stride=-(-spilled // ALIGNMENT) * ALIGNMENT,
-        pass_blocks=pass_blocks,
+        pass_blocks=made.pass_blocks,
         arena=place_buffers(program, hand_offs.awaited, away),
         coded=coded,
         last_position=last_position(grouping.params),
@@ -182,7 +179,7 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
         part=plan.part,
         arrivals=arrivals,
         sums=sums,
-        lanes=lanes,
+        lanes=made.lanes,
     )  # fmt: skip
 
 
@@ -202,16 +199,6 @@ def _instructions(
     staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, plan.sms)
     instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
     return instructions
-
-
-def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, Ints]:
-    """(lanes of each sequence, index of the launch's position for tasks with each params record). Raises
-    InvalidProgramError for more positions than a launch has."""
-    lanes = 1 + max((each.get("lane", 0) for each in params), default=0)
-    rows = [each.get("sequence", 0) * lanes + each.get("lane", 0) for each in params]
-    if max(rows, default=0) >= ABI_MAX_ROWS:
-        raise InvalidProgramError(f"program: its sequences and lanes make {max(rows) + 1} rows, at most {ABI_MAX_ROWS}")
-    return lanes, np.array(rows, np.int32)
 
 
 def _keep_best(plan: Plan, nodes: Sequence[Node], routines: Sequence[Routine], by_node: Table) -> int:
@@ -243,27 +230,6 @@ def _put(table: Table, member: str, rows: Table) -> None:
     raw[:, start : start + rows.itemsize] = rows.view(np.uint8).reshape(len(rows), -1)
 
 
-def _templates(
-    plan: Plan, nodes: Sequence[Node], forms: Sequence[Form], dtype: DType
-) -> tuple[list[Template], npt.NDArray[np.float32]]:
-    """(the template of each form, the float table). Raises InvalidProgramError, which names the first task without a
-    kernel."""
-    firsts = {node.form: node.task for node in reversed(nodes)}
-    frequencies = Frequencies()
-    templates = []
-    for number, form in enumerate(forms):
-        try:
-            steps = steps_of(form)
-            check_steps(steps, form, dtype, plan.variant)
-            check_count(steps)
-            routine = make_routine(steps, form, dtype, plan.x_slices, plan.variant.staged_bytes)
-            templates.append(make_template(routine, dtype, plan.variant, frequencies))
-        except InvalidProgramError as error:
-            task = firsts[number]
-            raise InvalidProgramError(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
-    return templates, frequencies.table()
-
-
 def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
     """(the steps of all templates, with equal runs stored once; the place where each template's steps begin)."""
     known: dict[bytes, int] = {}
@@ -275,19 +241,6 @@ def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
             end += len(template.steps)
         firsts.append(known[key])
     return np.frombuffer(b"".join(known), STEP), firsts  # np.concatenate would put the members of a union side by side
-
-
-def _pass_blocks(steps: Table, variant: KernelVariant) -> int:
-    """The number of row blocks whose partial sums fit half of the partials, the same for all matrix steps."""
-    rows = steps["as"]["product"]["rows"][np.isin(steps["op"], list(MATRIX_OPS))]
-    most = int(rows.max()) if len(rows) else 1
-    blocks = PARTIALS_BYTES // 2 // (variant.matrix_warps * FRAGMENT_ROWS * 4 * most)
-    if blocks < 1:
-        raise InvalidProgramError(
-            f"program: partial sums of {most} rows by {variant.matrix_warps} matrix warps do not fit "
-            f"{PARTIALS_BYTES // 2} bytes"
-        )
-    return blocks
 
 
 def _finds_x_staged(
@@ -333,23 +286,6 @@ def _rewritten_rows(nodes: Sequence[Node], grouping: Grouping) -> set[int]:
 
 def _overlap(columns: Sequence[Region]) -> bool:
     return any(second[0] < first[1] for first, second in pairwise(columns))
-
-
-def _check_tiles(
-    tasks: Sequence[Task], instructions: Table, steps: Table, entries: tuple[npt.NDArray[np.int64], ...]
-) -> None:
-    """Check that a recipe's matrix step computes exactly its tile, since its kernel writes rows of N_tile columns."""
-    instruction, step = entries
-    _, n_tile = tile_of(instructions, steps, instruction, step)
-    fused = instructions["op"][instruction] == InstructionKind.FUSED
-    wrong = fused & (steps["out_numel"][step] != n_tile * steps["as"]["product"]["rows"][step])
-    if wrong.any():
-        first = int(np.flatnonzero(wrong)[0])
-        task = tasks[int(instructions["task"][instruction[first]])]
-        raise InvalidProgramError(
-            f"task {task.id} ({task.label}): FUSED makes {steps['out_numel'][step[first]]} elements "
-            f"of a matrix tile of {n_tile[first]} columns"
-        )
 
 
 def _fixed(tasks: Sequence[Task]) -> str | None:

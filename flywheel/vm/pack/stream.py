@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import UNIT_ALIGNMENT, UNIT_GROUPS, UNIT_K
-from flywheel.plan.staging import FRAGMENT_K
+from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS
 from flywheel.plan.step import Coded
 from flywheel.vm.abi import (
     FORMAT_SHIFT,
-    FRAGMENT_ROWS,
     TAIL_SHIFT,
     UNIT_SHIFT,
     InstructionFlag,

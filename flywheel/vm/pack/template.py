@@ -13,14 +13,14 @@ import numpy.typing as npt
 from flywheel.ir import PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import UNIT_K, Scales
+from flywheel.plan.kernels import STEP_KINDS
 from flywheel.plan.operands import Held, Staging
+from flywheel.plan.placing import Placement
 from flywheel.plan.routine import Routine
-from flywheel.plan.staging import FRAGMENT_K, operand_stride
+from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS, operand_stride
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, adds_columns, look, names_columns, x_rows
-from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, StepFlag, numpy_struct
-from flywheel.vm.kernels import STEP_KINDS
+from flywheel.vm.abi import InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.frequencies import Frequencies
-from flywheel.vm.pack.placing import place_values
 from flywheel.vm.pack.stream import chunking
 
 _K = InstructionKind
@@ -59,10 +59,11 @@ def fragment_bytes(dtype: DType) -> int:
     return dtype.nbytes(FRAGMENT_ROWS * FRAGMENT_K)
 
 
-def make_template(routine: Routine, dtype: DType, variant: KernelVariant, frequencies: Frequencies) -> Template:
-    """The template of a routine in a program of `dtype` floats. Raises InvalidProgramError where values do not fit."""
+def make_template(
+    routine: Routine, placed: Placement, dtype: DType, variant: KernelVariant, frequencies: Frequencies
+) -> Template:
+    """The template of a routine in a program of `dtype` floats."""
     steps, form = routine.steps, routine.form
-    placed = place_values(routine, variant.staged_bytes)
     table = np.zeros(len(steps), STEP)
     table["scratch"] = placed.offsets
     for index, step in enumerate(steps):

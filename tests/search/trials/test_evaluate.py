@@ -8,11 +8,14 @@ import pytest
 
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
+from flywheel.measure.contest import Contest
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.outcome import Predicted, Rejected, TrialOutcome
 from flywheel.plan import program_id
 from flywheel.search.trials import evaluate as module
 from flywheel.search.trials.evaluate import evaluate
+from flywheel.vm.pack import AnyPacked, pack_any
+from flywheel.vm.worker import answer
 
 
 def never(program: MegakernelProgram) -> TrialOutcome:
@@ -30,6 +33,34 @@ def test_a_proved_program_is_measured(lab: Any, toy_measures: ModuleType) -> Non
     assert evaluation.floor_us == floor_us(weight_bytes_read(program), work.target)
     seconds = (evaluation.lower_s, evaluation.validate_s, evaluation.measure_s)
     assert all(phase is not None and phase > 0 for phase in seconds)
+
+
+class Packer:
+    """A bench that packs what it is given, as a GPU's bench does first."""
+
+    def measure(self, program: MegakernelProgram | AnyPacked) -> TrialOutcome:
+        assert isinstance(program, MegakernelProgram)
+        pack_any(program)
+        raise AssertionError("packed")
+
+    def compare(self, program: object, rivals: object, rounds: int) -> Contest:
+        raise AssertionError("compared")
+
+
+@pytest.mark.parametrize(
+    ("change", "context", "fact"),
+    [({"head_dim": 512}, 64, "head_dim=512 is above 256"), ({"head_dim": 6}, 33, "396 bytes, no multiple of 16")],
+)
+def test_what_no_kernels_run_is_refused_unmeasured_as_the_worker_of_a_gpu_refuses_it(
+    lab: Any, change: dict[str, int], context: int, fact: str
+) -> None:
+    work = replace(lab.workload, spec=replace(lab.workload.spec, **change), context=context)
+    config = ScheduleConfig()
+    evaluation = evaluate(config, work, lambda _: None, never)
+    assert evaluation.outcome == answer(Packer(), lower(work.graph, config, work.target)).contest.outcome
+    assert isinstance(evaluation.outcome, Rejected)
+    assert evaluation.outcome.codes == ("load",)
+    assert evaluation.outcome.reason.endswith(fact)
 
 
 def test_what_lowering_refuses_is_an_outcome(lab: Any) -> None:

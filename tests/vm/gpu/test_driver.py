@@ -14,9 +14,10 @@ from flywheel.errors import ConfigError, GpuMemoryError, NoGpuError, TensorError
 from flywheel.installing import install_line
 from flywheel.ir import TARGETS, DType
 from flywheel.measure.device import Device
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.devices import _ATTRIBUTES, describe_gpu
 from flywheel.vm.gpu.driver import Gpu, _poll, check_fit, load_variant
-from flywheel.vm.gpu.nvrtc import EntryUsage, arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import EntryUsage, compile_variant
 
 H200 = TARGETS["h200"]
 OPENING = """

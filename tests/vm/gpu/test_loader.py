@@ -19,13 +19,14 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.plan.kernels import arch_name
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Fault, Layout, numpy_struct
 from flywheel.vm.gpu import weights as weights_module
 from flywheel.vm.gpu.driver import Gpu, Memory, load_variant
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
 from flywheel.vm.gpu.needed import needed_weights
-from flywheel.vm.gpu.nvrtc import EntryUsage, arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import EntryUsage, compile_variant
 from flywheel.vm.gpu.timing import time_launches
 from flywheel.vm.gpu.weights import ResidentWeights, fragments_bytes
 from flywheel.vm.pack import PackedProgram, pack

@@ -12,8 +12,9 @@ from effort import sample
 
 from flywheel.errors import ConfigError, KernelCompileError
 from flywheel.ir import TARGETS, DType
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu import nvrtc
-from flywheel.vm.gpu.nvrtc import CompiledVariant, EntryUsage, arch_name, compile_unit, compile_variant, read_usage
+from flywheel.vm.gpu.nvrtc import CompiledVariant, EntryUsage, compile_unit, compile_variant, read_usage
 
 TINY = """
 #include "part.h"

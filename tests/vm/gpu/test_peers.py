@@ -10,9 +10,10 @@ import pytest
 
 from flywheel.cli.exits import NO_GPU, exit_code
 from flywheel.errors import GpuFaultError, GpuMemoryError, NoGpuError
+from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu import driver, peers
 from flywheel.vm.gpu.driver import Gpu
-from flywheel.vm.gpu.nvrtc import CompiledUnit, EntryUsage, arch_name
+from flywheel.vm.gpu.nvrtc import CompiledUnit, EntryUsage
 from flywheel.vm.gpu.peers import open_gpus
 
 OK = SimpleNamespace(name="CUDA_SUCCESS")

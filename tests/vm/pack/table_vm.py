@@ -18,10 +18,11 @@ from torch import Tensor
 
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.plan.staging import WORK_BYTES
+from flywheel.plan.placing import SPILLED
+from flywheel.plan.staging import PARTIALS_BYTES, WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.abi import PARTIALS_BYTES, SPILLED, InstructionFlag, Layout, SegmentFlag, StepFlag
+from flywheel.vm.abi import InstructionFlag, Layout, SegmentFlag, StepFlag
 from flywheel.vm.pack import PackedProgram
 from flywheel.vm.reference.ops import OPS
 

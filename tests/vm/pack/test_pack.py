@@ -24,6 +24,7 @@ from flywheel.ir import (
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan.routines import refusal_of
 from flywheel.vm.abi import InstructionFlag
 from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.reference.memory import Arena
@@ -267,6 +268,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
                                                      "kv_len": 2, "scale": 1.0})],
         r"task 0 \(t0\): ATTENTION_TILE head_dim=300 is above 256",
     ),
+    "a cache off 16 bytes": (
+        {"q": (IN, F32, (1, 6)), "k": (KV, F32, (3, 1, 6)), "v": (KV, F32, (3, 1, 6)), "y": (OUT, F32, (1, 6))},
+        [("ATTENTION_TILE", ["q", "k", "v"], ["y"], {"head_dim": 6, "n_heads": 1, "n_kv_heads": 1, "kv_start": 0,
+                                                     "kv_len": 2, "scale": 1.0})],
+        r"buffer 1 \(k\): a KV cache of 72 bytes, no multiple of 16",
+    ),
     "half a scaling": (
         {"x": (IN, F32, (1, 8)), "p": (IN, I32, (1,)), "y": (OUT, F32, (1, 8))},
         [("FUSED", ["x", "p"], ["y"], fused({"op": "ROPE", "args": [{"in": 0}, {"in": 1}], "out": "final", "params": {
@@ -307,25 +314,30 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_kernel_is_refused_in_one_line(chain: Chain, name: str) -> None:
     buffers, tasks, text = REFUSED[name]
+    program = chain(buffers, tasks)
     with pytest.raises(InvalidProgramError, match=text) as caught:
-        pack(chain(buffers, tasks))
+        pack(program)
     assert len(str(caught.value).splitlines()) == 1
+    assert refusal_of(program) == str(caught.value)  # what predicts says the same
 
 
 def test_a_task_without_an_sm_is_refused() -> None:
     program = decoder("plain")
     tasks = list(program.tasks)
     tasks[5] = replace(tasks[5], sm=None)
-    with pytest.raises(InvalidProgramError, match=r"task 5 \(.*\): sm=None is not in 0\.\."):
+    with pytest.raises(InvalidProgramError, match=r"task 5 \(.*\): sm=None is not in 0\.\.") as caught:
         pack(replace(program, tasks=tuple(tasks)))
+    assert refusal_of(replace(program, tasks=tuple(tasks))) == str(caught.value)
 
 
 def test_rows_that_overfill_the_partials_are_refused(chain: Chain) -> None:
     buffers = {"x": (IN, F32, (8, 16)), "w": (WEIGHT, F32, (8, 16)), "y": (OUT, F32, (8, 8))}
     tasks = [("GEMM_TILE", ["x", "w"], ["y"], {**MATRIX, "M_tile": 8})]
     assert pack(chain(buffers, tasks, ScheduleConfig(threads_per_block=576))).pass_blocks == 1
-    with pytest.raises(InvalidProgramError, match="partial sums of 8 rows by 9 matrix warps"):
-        pack(chain(buffers, tasks, ScheduleConfig(threads_per_block=640)))
+    program = chain(buffers, tasks, ScheduleConfig(threads_per_block=640))
+    with pytest.raises(InvalidProgramError, match="partial sums of 8 rows by 9 matrix warps") as caught:
+        pack(program)
+    assert refusal_of(program) == str(caught.value)
 
 
 def test_heads_that_overfill_the_work_area_are_refused(chain: Chain) -> None:
@@ -333,8 +345,9 @@ def test_heads_that_overfill_the_work_area_are_refused(chain: Chain) -> None:
     wide = {name: (kind, dtype, (*shape[:-1], 256)) for name, (kind, dtype, shape) in buffers.items()}
     op, inputs, outputs, params = tasks[0]
     program = chain(wide, [(op, inputs, outputs, {**params, "head_dim": 256})], ScheduleConfig(threads_per_block=1024))
-    with pytest.raises(InvalidProgramError, match="head_dim=256 on 15 vector warps"):
+    with pytest.raises(InvalidProgramError, match="head_dim=256 on 15 vector warps") as caught:
         pack(program)
+    assert refusal_of(program) == str(caught.value)
 
 
 def test_a_program_without_a_target_is_refused(chain: Chain) -> None:

@@ -1,4 +1,4 @@
-"""What runs each opcode on the device, and what its steps say."""
+"""What there are kernels for: opcodes, the steps that they say, and architectures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from flywheel.errors import ConfigError
 from flywheel.ir import InstructionKind
 
 _K = InstructionKind
@@ -38,6 +39,11 @@ its steps."""
 RANKED: Final = frozenset({_K.ALLREDUCE_SHARD})
 """What only kernels for several GPUs have."""
 
+ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
+    {80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120"}
+)
+"""`sm_arch` of a target -> the architecture that its kernels are compiled for."""
+
 USUAL: Final = (_K.GEMV_TILE, _K.GEMM_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE)
 """What most steps of a decoder are, the most frequent first, those of one micro-kernel together."""
 
@@ -53,3 +59,11 @@ STEP_KINDS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
     }
 )
 """The member of `amk_step_kind_t` that holds of a step; `plain` of any other."""
+
+
+def arch_name(sm_arch: int) -> str:
+    """The architecture that kernels for `sm_arch` are compiled for. Raises ConfigError for an unsupported one."""
+    if sm_arch not in ARCHITECTURES:
+        known = ", ".join(map(str, ARCHITECTURES))
+        raise ConfigError(f"sm_arch={sm_arch}: there are kernels for {known}")
+    return ARCHITECTURES[sm_arch]

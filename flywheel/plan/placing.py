@@ -12,7 +12,9 @@ from flywheel.plan.operands import last_uses
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF
-from flywheel.vm.abi import SPILLED
+
+SPILLED: Final = 1 << 30
+"""Added to a scratch offset that counts from the SM's slice of the workspace instead of from the staging area."""
 
 ALIGNMENT: Final = 16
 """Alignment of a scratch result in bytes: the width of the kernels' loads."""

@@ -8,12 +8,13 @@ from typing import Final
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.operations import FLOATS, OPERATIONS
-from flywheel.plan import KernelVariant
+from flywheel.plan.kernels import KERNELS, RANKED
 from flywheel.plan.nodes import Node
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import WORK_BYTES
 from flywheel.plan.step import (
     ABSENT,
+    MAX_STEPS,
     RESULT_REF,
     Coded,
     Form,
@@ -25,8 +26,7 @@ from flywheel.plan.step import (
     look,
     names_columns,
 )
-from flywheel.vm.abi import MAX_STEPS
-from flywheel.vm.kernels import KERNELS, RANKED
+from flywheel.plan.variant import KernelVariant
 
 _K = InstructionKind
 
@@ -38,7 +38,26 @@ MAX_HEAD_DIM: Final = 256
 MAX_WIDTH: Final = 1 << 26
 """Columns of the widest matrix: the bytes of 16 of its rows fit a uint32."""
 
+CACHE_ALIGNMENT: Final = 16
+"""Alignment of a KV cache in bytes: the width of the kernels' loads. Caches lie one behind the other."""
+
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+_SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
+
+
+def check_buffers(buffers: Iterable[Buffer]) -> None:
+    """Check that I4 rows are whole bytes, and that a cache begins at a multiple of CACHE_ALIGNMENT behind another."""
+    for buffer in buffers:
+        if buffer.dtype is DType.I4 and buffer.shape[-1] % 2:
+            raise InvalidProgramError(f"{_named(buffer)}: I4 rows of an odd length, {buffer.shape[-1]}")
+        if buffer.kind is BufferKind.KV_CACHE and buffer.nbytes % CACHE_ALIGNMENT:
+            raise InvalidProgramError(
+                f"{_named(buffer)}: a KV cache of {buffer.nbytes} bytes, no multiple of {CACHE_ALIGNMENT}"
+            )
+
+
+def _named(buffer: Buffer) -> str:
+    return f"buffer {buffer.id} ({buffer.name})"
 
 
 def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
@@ -92,6 +111,8 @@ def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: Kernel
                 _check_matrix(step, args, form, dtype)
             elif step.op is _K.ATTENTION_TILE:
                 _check_attention(step, variant)
+            elif step.op is _K.ROPE and 0 < len(step.params.keys() & set(_SCALING)) < len(_SCALING):
+                raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(_SCALING)}")
         except InvalidProgramError as error:
             raise InvalidProgramError(f"{error}" if form.recipe is None else f"step {index}: {error}") from error
 

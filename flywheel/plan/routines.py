@@ -1,0 +1,235 @@
+"""What the kernels do for a whole program, or why they cannot. Source: docs/vm.md, "Tables".
+
+Packing encodes it. Predictions and proofs of a search ask `check_program`, so that both refuse the same programs in the
+same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.ir import ABI_MAX_ROWS, Buffer, DType, InstructionKind, MegakernelProgram
+from flywheel.ir.repeating import repeated
+from flywheel.plan.checks import (
+    check_arrivals,
+    check_buffers,
+    check_count,
+    check_steps,
+    float_type,
+    scale_buffers,
+)
+from flywheel.plan.handoff import shares_pages
+from flywheel.plan.kernels import arch_name
+from flywheel.plan.nodes import Grouping, Node, group_tasks, make_nodes
+from flywheel.plan.placing import Placement, place_values
+from flywheel.plan.program import Plan, make_plan, queues_of, rank_plans
+from flywheel.plan.ranks import Part
+from flywheel.plan.routine import Routine, make_routine
+from flywheel.plan.staging import FRAGMENT_ROWS, PARTIALS_BYTES
+from flywheel.plan.step import ABSENT, Coded, Form, steps_of, x_rows
+from flywheel.plan.variant import KernelVariant, variant_of
+
+_BRIEF: Final = 2
+"""Layers in which all hand-offs of a program with alike layers occur."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routines:
+    """A program's nodes and, by form, the routine of its tasks and the places of its values.
+
+    `dtype` is the program's float type. `coded` has the format of each quantised matrix by the row of its buffer. A
+    sequence has `lanes` tokens in a launch, and `position_rows` has the index of the launch's position for tasks with
+    each params record. A pass has at most `pass_blocks` blocks of 16 rows.
+    """
+
+    dtype: DType
+    nodes: Sequence[Node]
+    by_form: Sequence[Routine]
+    placements: Sequence[Placement]
+    pass_blocks: int
+    coded: Mapping[int, Coded]
+    lanes: int
+    position_rows: npt.NDArray[np.int32]
+
+
+def check_program(program: MegakernelProgram) -> None:
+    """Check that the kernels can run a program that `validate(strict=True)` accepts, on a GPU such as its target.
+
+    Raises ConfigError for a target and a config without a kernel variant, and InvalidProgramError as packing does. Of
+    alike layers it looks at one or two, unless it finds a fault: then at all of them, to name the task as packing does.
+    """
+    variant = variant_of(program)
+    if program.ranks == 1:
+        queues_of(program)
+    planned = program.ranks > 1 or (variant.x_slices > 1 and not shares_pages(program))
+    brief = repeated(program, _BRIEF if planned else 1)
+    try:
+        _check(brief, variant, planned)
+    except InvalidProgramError:
+        if brief is program:
+            raise
+        _check(program, variant, planned)
+    arch_name(variant.sm_arch)
+
+
+def refusal_of(program: MegakernelProgram) -> str | None:
+    """Why `check_program` refuses a program, in its words; None where it does not."""
+    try:
+        check_program(program)
+    except (ConfigError, InvalidProgramError) as error:
+        return str(error)
+    return None
+
+
+def _check(program: MegakernelProgram, variant: KernelVariant, planned: bool) -> None:
+    """Hand-offs matter only to slices and to what GPUs send each other: other programs need no plan."""
+    if not planned:
+        _routines(program, group_tasks(program.tasks), variant, 1)
+        return
+    for plan in rank_plans(program) if program.ranks > 1 else (make_plan(program),):
+        routines_of(plan)
+
+
+def routines_of(plan: Plan) -> Routines:
+    """The routines of a planned program. Raises InvalidProgramError, which names the task, if the kernels cannot run
+    it."""
+    return _routines(plan.program, plan.grouping, plan.variant, plan.x_slices, plan.part)
+
+
+def _routines(
+    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, part: Part | None = None
+) -> Routines:
+    buffers = program.buffers
+    check_buffers(buffers)
+    dtype = float_type(buffers, scale_buffers(grouping.firsts))
+    nodes, forms = make_nodes(program, grouping)
+    routines, placements = _by_form(nodes, forms, dtype, variant, x_slices)
+    pass_blocks = _pass_blocks(routines, variant)
+    coded = _coded_rows(nodes, routines, buffers)
+    _check_loose(nodes, routines, buffers, coded)
+    if part is not None:
+        check_arrivals(nodes, routines, buffers, part.arrived)
+    lanes, position_rows = _position_rows(grouping.params)
+    _check_tiles(program, grouping, nodes, routines)
+    return Routines(dtype, nodes, routines, placements, pass_blocks, coded, lanes, position_rows)
+
+
+def _by_form(
+    nodes: Sequence[Node], forms: Sequence[Form], dtype: DType, variant: KernelVariant, x_slices: int
+) -> tuple[list[Routine], list[Placement]]:
+    """Raises InvalidProgramError, which names the first task without a kernel."""
+    firsts = {node.form: node.task for node in reversed(nodes)}
+    routines, placements = [], []
+    for number, form in enumerate(forms):
+        try:
+            steps = steps_of(form)
+            check_steps(steps, form, dtype, variant)
+            check_count(steps)
+            routine = make_routine(steps, form, dtype, x_slices, variant.staged_bytes)
+            placements.append(place_values(routine, variant.staged_bytes))
+        except InvalidProgramError as error:
+            task = firsts[number]
+            raise InvalidProgramError(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
+        routines.append(routine)
+    return routines, placements
+
+
+def _pass_blocks(routines: Sequence[Routine], variant: KernelVariant) -> int:
+    """The number of row blocks whose partial sums fit half of the partials, the same for all matrix steps."""
+    rows = [x_rows(each.steps[place], each.steps, each.form) for each in routines for place in each.matrices]
+    most = max(rows, default=1)
+    blocks = PARTIALS_BYTES // 2 // (variant.matrix_warps * FRAGMENT_ROWS * 4 * most)
+    if blocks < 1:
+        raise InvalidProgramError(
+            f"program: partial sums of {most} rows by {variant.matrix_warps} matrix warps do not fit "
+            f"{PARTIALS_BYTES // 2} bytes"
+        )
+    return blocks
+
+
+def _coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
+    """Row of a quantised matrix's buffer -> its format. `scales` and `zeros` are buffer rows, too.
+
+    Raises InvalidProgramError, which names the task, if two tasks scale one matrix in different ways, or a task uses
+    another matrix's scales.
+    """
+    found: dict[int, Coded] = {}
+    scaled: dict[int, int] = {}
+    steps = [[step for step in routine.steps if step.coded is not None] for routine in routines]
+    for node in nodes:
+        for step in steps[node.form]:
+            assert step.coded is not None
+            row, zeros = node.inputs[step.args[1]], step.coded.zeros
+            coded = replace(
+                step.coded,
+                scales=node.inputs[step.coded.scales],
+                zeros=ABSENT if zeros == ABSENT else node.inputs[zeros],
+            )
+            if found.setdefault(row, coded) != coded:
+                raise InvalidProgramError(
+                    f"task {node.task.id} ({node.task.label}): {node.task.op.name} scales buffer {buffers[row].id} "
+                    f"({buffers[row].name}) in another way than a task before it"
+                )
+            if scaled.setdefault(coded.scales, row) != row:
+                raise InvalidProgramError(
+                    f"task {node.task.id} ({node.task.label}): buffer {buffers[coded.scales].id} "
+                    f"({buffers[coded.scales].name}) has scales of {buffers[scaled[coded.scales]].name}, not of "
+                    f"{buffers[row].name}: a matrix needs its own"
+                )
+    return found
+
+
+def _check_loose(
+    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, Coded]
+) -> None:
+    """Raises InvalidProgramError, which names the task, if a task reads a product's weights in row-major order."""
+    weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
+    rows = {node.inputs[number] for node in nodes for number in weights[node.form]}
+    rows.update(row for each in coded.values() for row in (each.scales, each.zeros) if row != ABSENT)
+    loose = [routine.loose for routine in routines]
+    for node in nodes:
+        for number in loose[node.form]:
+            if node.inputs[number] in rows:
+                buffer = buffers[node.inputs[number]]
+                raise InvalidProgramError(
+                    f"task {node.task.id} ({node.task.label}): {node.task.op.name} reads buffer {buffer.id} "
+                    f"({buffer.name}), a matrix elsewhere, as another operand"
+                )
+
+
+def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, npt.NDArray[np.int32]]:
+    """(lanes of each sequence, index of the launch's position for tasks with each params record). Raises
+    InvalidProgramError for more positions than a launch has."""
+    lanes = 1 + max((each.get("lane", 0) for each in params), default=0)
+    rows = [each.get("sequence", 0) * lanes + each.get("lane", 0) for each in params]
+    if max(rows, default=0) >= ABI_MAX_ROWS:
+        raise InvalidProgramError(f"program: its sequences and lanes make {max(rows) + 1} rows, at most {ABI_MAX_ROWS}")
+    return lanes, np.array(rows, np.int32)
+
+
+def _check_tiles(
+    program: MegakernelProgram, grouping: Grouping, nodes: Sequence[Node], routines: Sequence[Routine]
+) -> None:
+    """Check that a recipe's matrix step computes exactly its tile, since its kernel writes rows of N_tile columns."""
+    widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
+    pairs = np.unique(grouping.node_of * len(widths) + grouping.params_of)
+    for number, record in zip(*(each.tolist() for each in np.divmod(pairs, len(widths))), strict=True):
+        routine = routines[nodes[number].form]
+        if routine.form.op is not InstructionKind.FUSED:
+            continue
+        for place in routine.matrices:
+            step = routine.steps[place]
+            width = int(step.params.get("N_tile", widths[record]))
+            if step.result.numel != width * x_rows(step, routine.steps, routine.form):
+                found = (grouping.node_of == number) & (grouping.params_of == record)
+                task = program.tasks[int(np.flatnonzero(found)[0])]
+                raise InvalidProgramError(
+                    f"task {task.id} ({task.label}): FUSED makes {step.result.numel} elements of a matrix tile of "
+                    f"{width} columns"
+                )
