@@ -15,7 +15,7 @@ from flywheel.cli.bench_serve import START, bench_served, show_served
 from flywheel.cli.chosen import Chosen, campaign_named, from_file, known, store_here
 from flywheel.cli.decoding import check_device, integers, open_model
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.files import announce_another, load_config
+from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import (
     DEFAULTS,
     OutputFile,
@@ -46,6 +46,7 @@ from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.decode.contestants import Contests
+    from flywheel.decode.notes import Note
     from flywheel.decode.ranked_contests import RankedContests
     from flywheel.decode.source import Source
     from flywheel.measure.comparison import Comparison
@@ -93,6 +94,7 @@ class Lowered:
     workload: Workload
     program: MegakernelProgram
     origin: Mapping[str, Any]
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +198,11 @@ def bench(
     work = _settle(asked, model, gpu, dtype, contexts, batches, weights, ranks)
     check_rivals(against or (), work.ranks)
     if given is not None:
-        announce_another(given, work.source.spec)
         chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
         chosen = known(work.workloads(), here if campaign is None else store, campaign)
-    document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed)
+    notes = _notes(work, asked, {"gpu": gpu, "dtype": dtype, "context": contexts}, seed)
+    document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed, notes)
     _give(ctx, document, output, as_json, lambda: show_bench(document, comparisons))
     if picture is not None:
         write_file(picture, draw(document, comparisons))
@@ -269,6 +271,20 @@ def _settle(
     return Work(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled), count)
 
 
+def _notes(
+    work: Work, given: Schedule | Campaign | None, asked: Mapping[str, object], seed: int
+) -> tuple[Note, ...]:
+    """The notes of the work. `asked` are the options gpu, dtype and context, None where not given."""
+    from flywheel.decode.notes import notes_of_defaults, notes_of_source
+    from flywheel.search.workload import notes_of_another
+
+    contexts = ", ".join(map(str, work.contexts))
+    settled = {"gpu": work.target.name, "dtype": work.dtype, "context": contexts}
+    defaults = () if given is not None else notes_of_defaults(settled, asked)
+    another = notes_of_another(given if isinstance(given, Schedule) else None, work.source.spec)
+    return (*notes_of_source(work.source, DTYPES[work.dtype], seed), *defaults, *another)
+
+
 def _target(gpu: str | None) -> GpuTarget:
     """The target named `gpu`; for None, this machine's GPU. Raises UnknownNameError, NoGpuError."""
     from flywheel.measure.device import Device
@@ -285,6 +301,7 @@ def _target(gpu: str | None) -> GpuTarget:
 def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
     """(programs of the schedules that fit their workloads, schedules that do not fit, as far as that is known without a
     GPU)."""
+    from flywheel.decode.notes import Note
     from flywheel.lowering.lower import lower
     from flywheel.plan import program_id
     from flywheel.vm.pack import pack_any
@@ -299,9 +316,11 @@ def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
             refused.append(_refuse(workload, error))
             continue
         made = program_id(program)
+        notes = each.notes
         if origin.get("program_id") not in (None, made):
-            note(f"flywheel: {_work(workload)}: this version lowers the config to a program that was not measured")
-        lowered.append(Lowered(workload, program, {**origin, "program_id": made}))
+            told = "this version lowers the config to a program that was not measured"
+            notes += (Note("another-program", f"{_work(workload)}: {told}"),)
+        lowered.append(Lowered(workload, program, {**origin, "program_id": made}, notes))
     return lowered, refused
 
 
@@ -316,8 +335,9 @@ def _work(workload: Workload) -> str:
 
 
 def _compete(
-    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int
-) -> tuple[dict[str, Any], list[Comparison]]:
+    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int,
+    notes: tuple[Note, ...],
+) -> tuple[dict[str, Any], list[Comparison]]:  # fmt: skip
     """The document, without the command line, and its comparisons. Ends the command with REJECTED if there are none.
 
     `rivals` None means the usual rivals of the weights. Raises as `probe` and `Contests`, except where a program does
@@ -330,6 +350,8 @@ def _compete(
     from flywheel.vm.gpu.probes import probe
 
     lowered, refused = _lower(chosen)
+    notes += tuple(note for each in lowered for note in each.notes)
+    announce_notes(notes)
     if not lowered:
         raise click.exceptions.Exit(REJECTED)
     prepare_torch()
@@ -360,6 +382,7 @@ def _compete(
         "weights": work.weights,
         "random_weights": work.source.stored is None,
         "seed": seed,
+        "notes": [asdict(each) for each in notes],
         "rounds": plan.rounds,
         "samples": plan.samples,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -6,18 +6,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.cli.files import announce_another, load_config
+from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import DEFAULTS, STDOUT, check_writable
 from flywheel.cli.provenance import row_title, stored_text
 from flywheel.cli.text import note, size, us
+from flywheel.decode.notes import Note, notes_of_defaults, notes_of_model
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import resolve_model
-from flywheel.search.workload import Workload, default_context, make_workload
+from flywheel.models.decoder import DTYPES
+from flywheel.models.hf import load_scheme
+from flywheel.search.workload import Workload, default_context, make_workload, notes_of_another
 from flywheel.store.schedule import Schedule
 from flywheel.store.shipped import Shipped
 from flywheel.store.sql import Store
@@ -66,20 +70,23 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
     if named["context"] is None and not isinstance(given, Schedule):
         work["context"] = default_context(resolve_model(work["model"]))
     workload = make_workload(**work)
+    if isinstance(given, Schedule):
+        notes = notes_of_another(given, workload.spec)
+        return _write(workload, given.config, {"words": f"schedule {Path(file).name}"}, output, notes)
+    notes = notes_of_defaults({name: work[name] for name in ("dtype", "context")}, named)
     if given is not None:
-        config = given.config if isinstance(given, Schedule) else given
-        announce_another(given, workload.spec)
-        return _write(workload, config, {"words": f"schedule {Path(file).name}"}, output)
+        return _write(workload, given, {"words": f"schedule {Path(file).name}"}, output, notes)
     from flywheel.search.knowledge.chosen import choose_shipped
 
     chosen = choose_shipped(workload)
-    return _write(workload, chosen.config, {"words": chosen.words}, output)
+    return _write(workload, chosen.config, {"words": chosen.words}, output, notes)
 
 
 def _write(
-    workload: Workload, config: ScheduleConfig, schedule: Mapping[str, Any], output: Path | None
-) -> dict[str, Any]:
-    """Lower, prove, compile and write.
+    workload: Workload, config: ScheduleConfig, schedule: Mapping[str, Any], output: Path | None,
+    notes: tuple[Note, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Lower, prove, compile and write. `notes` are those of the work; the checkpoint's are added.
 
     Raises UsageError where `output` is missing or not new, where the model is no checkpoint, and as `make_bundle` and
     `write_folder`.
@@ -101,13 +108,16 @@ def _write(
     if path is None:
         raise UsageError(f"export: {workload.model} has no weights; give a checkpoint's directory as --model")
     folder = path if path.is_dir() else path.parent
+    dtype = DTYPES[workload.dtype]
+    notes = (*notes_of_model(workload.spec.name, folder, load_scheme(folder), dtype, None), *notes)
+    announce_notes(notes)
     note(f"flywheel: {schedule['words']}; reading the weights of {folder}")
     about = {**schedule, "config": config_to_dict(config), "config_id": config.config_id}
     files = make_bundle(lower(workload.graph, config, workload.target), workload.spec, folder, about)
     with _writing(output):
         write_folder(output, files)
     note(f"wrote {output}: {len(files)} files, {size(sum(map(len, files.values())))}")
-    return {"config_id": config.config_id, "files": sorted(files)}
+    return {"config_id": config.config_id, "files": sorted(files), "notes": [asdict(each) for each in notes]}
 
 
 @contextmanager

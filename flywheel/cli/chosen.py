@@ -20,6 +20,7 @@ from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
+    from flywheel.decode.notes import Note
     from flywheel.search.workload import Workload
     from flywheel.store.campaign import Campaign
 
@@ -31,6 +32,7 @@ class Chosen:
     workload: Workload
     config: ScheduleConfig
     origin: Mapping[str, Any]
+    notes: tuple[Note, ...] = ()
 
 
 def store_here(ctx: click.Context) -> str | None:
@@ -96,16 +98,17 @@ def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -
 
 def _shipped(workload: Workload, store: str) -> Chosen:
     """The shipped schedule of the workload, else one found at another context or batch. Raises UnknownNameError."""
+    from flywheel.decode.notes import Note
     from flywheel.search.knowledge.shipped import find_shipped
 
     fit = find_shipped(workload)
     if fit is None:
         raise _nothing_known(workload, store)
     work = f"context {workload.context}, batch {workload.batch}"
-    note(f"flywheel: {work}: the store has no measurement; taking the shipped schedule {fit.shipped.name}")
+    told = f"{work}: the store has no measurement; taking the shipped schedule {fit.shipped.name}"
     origin = {"file": f"shipped {fit.shipped.name}", "config_id": fit.config.config_id, "exact": fit.exact,
               "table": fit.shipped.table}  # fmt: skip
-    return Chosen(workload, fit.config, origin)
+    return Chosen(workload, fit.config, origin, (Note("schedule", told),))
 
 
 def _nothing_known(workload: Workload, store: str, campaign: str | None = None) -> UnknownNameError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.files import announce_another
 from flywheel.cli.options import DEFAULTS, SharedOption, weights_option
 from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
@@ -19,6 +19,7 @@ from flywheel.search.trials.device import DEFAULT_GPU, gpu_of
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
+    from flywheel.decode.notes import Note
     from flywheel.decode.session import JudgedSession
     from flywheel.decode.source import Source, Weights
 
@@ -83,16 +84,16 @@ def open_model(command: str, model: str) -> Source:
     from flywheel.models.catalog import fetch_model, modules_of
 
     check_installed(command, modules_of(model))
-    name = fetch_model(model, True, lambda line: note(f"flywheel: {line}"))
+    fetch_model(model, True, lambda line: note(f"flywheel: {line}"))
     from flywheel.decode.source import open_source
 
-    return open_source(name)
+    return open_source(model)
 
 
 def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str = "reference", order: str = "list"
 ) -> tuple[JudgedSession, Weights]:
-    """Load a program and the model's weights, in the program's dtype, on a device. Announces random weights.
+    """Load a program and the model's weights, in the program's dtype, on a device. Announces long loading.
 
     Raises as ReferenceSession, or as CudaModel and its `load`.
     """
@@ -100,14 +101,25 @@ def open_session(
     from flywheel.decode.interface import read_interface
 
     dtype = read_interface(program, source.spec).dtype
-    if source.scheme is not None and source.scheme.activations:
-        note(f"flywheel: {source.name}: the checkpoint asks for 8 bit activations; here they are {dtype.name.lower()}")
-    if source.stored is None:
-        where = f"{source.name} is a name" if source.folder is None else f"{source.folder} holds no safetensors"
-        note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}; their text has no meaning")
-    elif dtype.nbytes(source.spec.n_params) > _SOON_LOADED:
+    if source.stored is not None and dtype.nbytes(source.spec.n_params) > _SOON_LOADED:
         note(f"flywheel: loading the weights of {source.name}, {size(dtype.nbytes(source.spec.n_params))}")
     return opening.open_session(program, source, seed, device, ExitStack(), order)  # until the process ends
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A program, and the notes of how it was chosen."""
+
+    program: MegakernelProgram
+    notes: tuple[Note, ...]
+
+
+def notes_of_program(program: MegakernelProgram, source: Source, seed: int) -> tuple[Note, ...]:
+    """The notes of a model's weights as a program computes with them. Raises as `read_interface`."""
+    from flywheel.decode.interface import read_interface
+    from flywheel.decode.notes import notes_of_source
+
+    return notes_of_source(source, read_interface(program, source.spec).dtype, seed)
 
 
 def lower_model(
@@ -122,19 +134,19 @@ def lower_model(
     ranks: int | None = None,
     lanes: int = 1,
     store: str | None = None,
-    say: Callable[[str], None] = note,
-) -> MegakernelProgram:
+) -> Lowered:
     """Lower a model. An option decides, else the schedule, else the default. `lanes` consecutive rows of the batch are
     consecutive tokens of one sequence.
 
     Without a GPU's name, `cuda` takes this machine's GPU. Without a config, it takes the best measured one in `store`,
-    else the shipped one, else the one that a search tries first; `say` is told which. A config that the lowerer refuses
-    ends the command.
+    else the shipped one, else the one that a search tries first. A config that the lowerer refuses ends the command.
 
     Raises UnknownNameError and ConfigError where a name or the context is wrong, and StoreError.
     """
+    from flywheel.decode.notes import Note
     from flywheel.lowering.lower import lower
-    from flywheel.search.knowledge.chosen import choose_schedule, settle_work
+    from flywheel.search.knowledge.chosen import choose_schedule, notes_of_work, settle_work
+    from flywheel.search.workload import notes_of_another
 
     schedule = given if isinstance(given, Schedule) else None
     config = schedule.config if schedule is not None else given
@@ -142,15 +154,15 @@ def lower_model(
         source, schedule, gpu_of(device), gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights,
         ranks=ranks,
     )
+    notes = notes_of_work(workload, schedule, gpu=gpu, dtype=dtype, context=context)
     graph = workload.graph_of(lanes)
     try:
         if not isinstance(config, ScheduleConfig):
             chosen = choose_schedule(workload, store)
-            say(f"flywheel: decoding by {chosen.words}")
+            notes += (Note("schedule", f"decoding by {chosen.words}"),)
             config = chosen.config
         program = lower(graph, config, workload.target)
     except ConfigError as error:
         complain(f"rejected: {error}")
         raise click.exceptions.Exit(REJECTED) from error
-    announce_another(schedule, source.spec)
-    return program
+    return Lowered(program, notes + notes_of_another(schedule, source.spec))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.options import DEFAULTS
 from flywheel.cli.text import note
@@ -16,6 +16,9 @@ from flywheel.ir.files import parse_json, read_stream, read_text
 from flywheel.models.spec import DecoderSpec
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
+
+if TYPE_CHECKING:
+    from flywheel.decode.notes import Note
 
 _FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
 
@@ -108,11 +111,15 @@ def _announce(line: str) -> None:
 
 def announce_another(schedule: object, spec: DecoderSpec) -> None:
     """Say on stderr whose schedule it is, if it was found for another model than `spec`."""
-    from flywheel.search.workload import found_for_another
+    from flywheel.search.workload import notes_of_another
 
-    found = found_for_another(schedule, spec) if isinstance(schedule, Schedule) else None
-    if found is not None:
-        note(f"flywheel: the schedule was found for {found}; here it is applied to {spec.name}")
+    announce_notes(notes_of_another(schedule if isinstance(schedule, Schedule) else None, spec))
+
+
+def announce_notes(notes: Sequence[Note]) -> None:
+    """Print notes of what is computed on stderr."""
+    for each in notes:
+        _announce(each.text)
 
 
 def read_argument(path: str) -> str:

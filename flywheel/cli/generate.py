@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ from flywheel.cli.decoding import (
     decode_options,
     integers,
     lower_model,
+    notes_of_program,
     open_model,
     open_session,
 )
-from flywheel.cli.files import load_config
+from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import command, json_option, ranks_option, sampling_options, store_option
 from flywheel.cli.text import duration, note, show_document, show_json
 from flywheel.decode.sampling import Sampling
@@ -98,18 +100,19 @@ def generate(
     source = open_model("generate", model)
     with _tokenizer(source, required=prompt is not None) as tokenizer:
         ids = prompt_ids or () if tokenizer is None or prompt is None else _encoded(tokenizer, prompt, chat)
-        words: list[str] = []
-        program = lower_model(
-            source, given, gpu, dtype, context, device, 1 + lookup, weights, ranks, 1 + lookup, store_here(ctx),
-            words.append,
+        lowered = lower_model(
+            source, given, gpu, dtype, context, device, 1 + lookup, weights, ranks, 1 + lookup, store_here(ctx)
         )
+        program = lowered.program
         request = _request(program, source, ids, max_tokens, tokenizer)
-        note(*words)
+        notes = (*notes_of_program(program, source, seed), *lowered.notes)
+        announce_notes(notes)
         shown = _Shown(tokenizer, as_json) if stream else None
         generation = _run(program, source, request, device, sampling, verify, shown)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if as_json:
-        document = {**_document(source, program, generation, text, device), "sampling": {**drawn, "seed": seed}}
+        document = {**_document(source, program, generation, text, device), "sampling": {**drawn, "seed": seed},
+                    "notes": [asdict(each) for each in notes]}  # fmt: skip
         show_json(document, indent=None if stream else 2)
         return
     if not stream:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from flywheel.cli.decoding import check_installed, open_model
+from flywheel.cli.files import announce_notes
 from flywheel.cli.options import STDOUT, SharedOption, command, json_option
 from flywheel.cli.text import show, show_json, size
 from flywheel.errors import UsageError
@@ -40,6 +42,7 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
         raise UsageError(f"quantize: {model} is already quantised, by {source.scheme.method}")
     if output.exists():
         raise UsageError(f"quantize: {output} already exists; name a new directory")
+    from flywheel.decode.notes import notes_of_source
     from flywheel.ir.files import parse_json, read_text
     from flywheel.models.packing import the_format, write_checkpoint
     from flywheel.models.tokenizer_files import MODEL, OTHERS, beside_weights
@@ -47,6 +50,8 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
     formats = parse_formats(weights, source.dtype)
     own = the_format(formats, source.spec.tied_head)
     config = parse_json(read_text(source.folder / "config.json"))
+    notes = notes_of_source(source, DTYPES[source.dtype], 0)
+    announce_notes(notes)
     draft = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         draft.mkdir(parents=True)
@@ -66,6 +71,7 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
     nbytes = (output / "model.safetensors").stat().st_size
     before = sum(tensor.nbytes for tensor in source.stored.values())
     if as_json:
-        show_json({"path": str(output), "weights": own.name, "bytes": nbytes, "bytes_before": before})
+        show_json({"path": str(output), "weights": own.name, "bytes": nbytes, "bytes_before": before,
+                   "notes": [asdict(each) for each in notes]})  # fmt: skip
     else:
         show(f"{output}: {own.name}, {size(nbytes)} of {size(before)}")

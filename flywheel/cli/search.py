@@ -12,6 +12,7 @@ import click
 from flywheel.cli.drain import Drain
 from flywheel.cli.events import JsonLines, show_event
 from flywheel.cli.exits import ABORTED, REJECTED
+from flywheel.cli.files import announce_notes
 from flywheel.cli.mlflow import CHILDREN, Beside, announce_mirror, tracking_option
 from flywheel.cli.options import (
     DEFAULTS,
@@ -156,6 +157,7 @@ def search(
     def announce(start: Start) -> None:
         started.append(start)
         note(*_beginning(start, asked=spec.measure))
+        announce_notes(start.notes)
         if children is not None:
             mirrors.append(Beside(store, start.name, children, tracking_uri))
         reporter.start(start)

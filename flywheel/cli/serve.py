@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from click.core import ParameterSource
 
 from flywheel.cli.chosen import store_here
 from flywheel.cli.decoding import check_device, check_installed
+from flywheel.cli.files import announce_notes
 from flywheel.cli.interrupt import draining
 from flywheel.cli.options import SharedOption, command, json_option, ranks_option, store_option
 from flywheel.cli.text import complain, note, show_json
@@ -120,13 +122,16 @@ def serve(
 
 def _announce(loaded: Loaded, served: str, listener: socket, as_json: bool) -> None:
     """Say what is served, and where."""
+    announce_notes([each for each in loaded.notes if each.code != "schedule"])  # the next line names it
     where = listener.getsockname()
     together = "" if loaded.max_sequences == 1 else f", up to {loaded.max_sequences} requests together"
     note(f"flywheel: {loaded.model} by {loaded.schedule}, context {loaded.context}{together}")
     url = f"http://{_shown(where[0])}:{where[1]}/v1"
     note(f"flywheel: serving {served} at {url}; Ctrl-C ends it")
     if as_json:
-        show_json({"url": url, "model": served, "schedule": loaded.schedule, "context": loaded.context})
+        notes = [asdict(each) for each in loaded.notes]
+        show_json({"url": url, "model": served, "schedule": loaded.schedule, "context": loaded.context,
+                   "notes": notes})  # fmt: skip
 
 
 def _store(ctx: click.Context, model: str) -> str | None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flywheel.cli.decoding import check_device, lower_model, open_model
-from flywheel.cli.files import load_config
+from flywheel.cli.decoding import check_device, lower_model, notes_of_program, open_model
+from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import (
     DEFAULTS,
     OutputFile,
@@ -32,6 +32,7 @@ from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
+    from flywheel.decode.notes import Note
     from flywheel.decode.source import Source
     from flywheel.decode.trace import TracedStep
 
@@ -99,7 +100,10 @@ def trace(
     if name is None:
         raise UsageError("trace: no model; give --model, or an exported schedule with --config")
     source = open_model("trace", name)
-    program = lower_model(source, given, gpu, dtype, context, "cuda", batch, weights, ranks)
+    lowered = lower_model(source, given, gpu, dtype, context, "cuda", batch, weights, ranks)
+    program = lowered.program
+    notes = (*notes_of_program(program, source, seed), *lowered.notes, *_notes_of_another(program, schedule))
+    announce_notes(notes)
     traced = _run(program, source, position, seed)
     document = {
         "model": source.name,
@@ -107,10 +111,9 @@ def trace(
         "program_id": program_id(program),
         "random_weights": source.stored is None,
         "seed": seed,
+        "notes": [asdict(each) for each in notes],
         **describe(traced),
     }
-    if schedule is not None and schedule.program_id not in (None, document["program_id"]):
-        note(f"flywheel: not the schedule's program {schedule.program_id}: an option or this version changes it")
     _write(program, traced, document, output, picture)
     if as_json:
         show_json({**document, "trace": _named(output), "picture": _named(picture)})
@@ -137,11 +140,19 @@ def _best(store: str, campaign: str) -> Schedule:
     return Schedule(*work, config, best.config_id, best.program_id, best.weights or best.dtype)
 
 
+def _notes_of_another(program: MegakernelProgram, schedule: Schedule | None) -> tuple[Note, ...]:
+    """The note of a program that is not the one that the schedule was exported with."""
+    from flywheel.decode.notes import Note
+
+    if schedule is None or schedule.program_id in (None, program_id(program)):
+        return ()
+    text = f"not the schedule's program {schedule.program_id}: an option or this version changes it"
+    return (Note("another-program", text),)
+
+
 def _run(program: MegakernelProgram, source: Source, position: int | None, seed: int) -> TracedStep:
     from flywheel.decode.trace import trace_step
 
-    if source.stored is None:
-        note(f"flywheel: random weights of seed {seed}; a checkpoint's take the same time")
     return trace_step(program, source, position, seed)
 
 

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from flywheel.cli.decoding import check_device, decode_options, integers, lower_model, open_model, open_session
+from flywheel.cli.decoding import (
+    check_device,
+    decode_options,
+    integers,
+    lower_model,
+    notes_of_program,
+    open_model,
+    open_session,
+)
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.files import load_config, load_program
+from flywheel.cli.files import announce_notes, load_config, load_program
 from flywheel.cli.options import batch_option, command, json_option, ranks_option
 from flywheel.cli.text import pairs, show, show_json
 from flywheel.cli.unquantised import cost_of_quantising, told
@@ -23,6 +31,7 @@ from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.decode.agreement import Agreement
+    from flywheel.decode.notes import Note
     from flywheel.decode.source import Source
     from flywheel.measure.verdict import Verdict
 
@@ -91,10 +100,14 @@ def verify(
         program = load_program(program_file)
         _refuse_lowering_options(ctx)
         source = _open(model, next((name for name in CATALOG if name == program.meta.get("model")), None))
+        notes: tuple[Note, ...] = ()
     else:
         given = load_config(config_file or "")
         source = _open(model, given.model if isinstance(given, Schedule) else None)
-        program = lower_model(source, given, gpu, dtype, context, device, batch, weights, ranks)
+        lowered = lower_model(source, given, gpu, dtype, context, device, batch, weights, ranks)
+        program, notes = lowered.program, lowered.notes
+    notes = (*notes_of_program(program, source, seed), *notes)
+    announce_notes(notes)
     verdict = _verdict(program, source, positions, device, seed, order)
     cost = cost_of_quantising(program, source, device, seed, text) if compared else None
     if as_json:
@@ -103,7 +116,8 @@ def verify(
         show_json({**as_document(verdict), "model": source.name, "program_id": program_id(program),
                    "config_id": program.config.config_id if program.config else None, "device": device,
                    "order": order, "seed": seed, "random_weights": source.stored is None,
-                   "against_unquantised": None if cost is None else asdict(cost)})  # fmt: skip
+                   "against_unquantised": None if cost is None else asdict(cost),
+                   "notes": [asdict(each) for each in notes]})  # fmt: skip
     else:
         _show(verdict, cost)
     if not verdict.passed:

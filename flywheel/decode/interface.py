@@ -87,8 +87,9 @@ def _context(cache: Buffer | None, spec: DecoderSpec) -> int:
     """Positions of the caches; 1 if there is no cache."""
     if cache is None:
         return 1
-    if cache.shape[0] > spec.max_position:
-        raise TensorError(f"{_described(cache)}; {spec.name} reaches {spec.max_position} positions")
+    if cache.shape[0] > spec.reach:
+        window = "" if spec.window is None else f", with a sliding_window of {spec.window}"
+        raise TensorError(f"{_described(cache)}; {spec.name} reaches {spec.reach} positions{window}")
     return cache.shape[0]
 
 

@@ -165,7 +165,7 @@ def _make_step(
 ) -> tuple[Callable[[], object], Callable[[], tuple[Tensor, Tensor]]]:
     """(a function that launches the step once more, a function that returns the last launch's result). On a GPU the
     step is a CUDA graph."""
-    source = open_source(work.model)
+    source = open_source(work.model, any_weights=True)
     shard = shard_of(source.spec, rank, work.ranks)
     weights = _weights_of(source, shard, work, device)
     rival, behind = work.rival, work.behind

@@ -126,8 +126,7 @@ class TorchDecoder:
         inline_attention: bool = False,
         batch: int = 1,
     ) -> None:
-        if not 1 <= context <= spec.max_position:
-            raise UsageError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
+        spec.check_context(context, UsageError)
         self.spec = spec
         self.dtype = dtype
         self.context = context

@@ -10,9 +10,9 @@ from typing import Final
 
 from torch import Tensor
 
-from flywheel.errors import UsageError
+from flywheel.errors import UsageError, WeightsError
 from flywheel.ir import DType
-from flywheel.models.catalog import model_name, model_path, resolve_model
+from flywheel.models.catalog import has_checkpoint, model_name, model_path, resolve_model, unread_weights
 from flywheel.models.decoder import DTYPES
 from flywheel.models.drawn import random_quantised
 from flywheel.models.formats import PLAIN, WeightFormats
@@ -101,11 +101,13 @@ class Source:
         return random_quantised(self.spec, seed, formats, dtype, device)
 
 
-def open_source(given: str) -> Source:
+def open_source(given: str, any_weights: bool = False) -> Source:
     """Open a model by name, or from a directory (or its config.json) or a repository in the Hub's cache, with its
     safetensors if there are any.
 
-    Raises UnknownNameError and UnsupportedModelError as `resolve_model` does, WeightsError as `load_weights` does.
+    Raises UnknownNameError and UnsupportedModelError as `resolve_model` does, WeightsError as `load_weights` does, and
+    for a directory whose weights are all in formats that are not read, unless random ones are asked for: by naming its
+    config.json, or with `any_weights`.
     """
     spec, name = resolve_model(given), model_name(given)
     path = model_path(name)
@@ -113,6 +115,12 @@ def open_source(given: str) -> Source:
         return Source(name, spec, None, None)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None or not has_checkpoint(folder):
+        unread = () if folder is None or any_weights or Path(given).name == "config.json" else unread_weights(folder)
+        if folder is not None and unread:
+            raise WeightsError(
+                f"{folder} holds {unread[0]}, a format that is not read, and no safetensors; convert it, or give "
+                f"{folder / 'config.json'} for random weights"
+            )
         return Source(spec.name, spec, folder, None, None, name)
     scheme = load_scheme(folder)
     if scheme is not None:
@@ -122,8 +130,3 @@ def open_source(given: str) -> Source:
     from flywheel.models.checkpoint import load_weights
 
     return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)), None, name)
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a directory has a safetensors file, or an index of several."""
-    return any(folder.glob("*.safetensors*"))

@@ -85,7 +85,7 @@ def _widths(program: MegakernelProgram, spec: DecoderSpec, found: Mapping[str, l
     batch = next((each.shape[0] for each in found.get("token_id", ())), 1)
     context = next((held[0].shape[0] for held in found.values() if held[0].kind is BufferKind.KV_CACHE), 1)
     dtype = next((held[0].dtype for held in found.values() if held[0].kind is BufferKind.KV_CACHE), None)
-    if dtype is None or dtype not in DTYPES.values() or not 1 <= batch <= MAX_BATCH or context > spec.max_position:
+    if dtype is None or dtype not in DTYPES.values() or not 1 <= batch <= MAX_BATCH or context > spec.reach:
         return {}
     graph = decode_step(spec, context, dtype, batch)
     blocks = [("", graph.prologue), *((f"L{i}.", graph.layer) for i in range(spec.n_layers)), ("", graph.epilogue)]

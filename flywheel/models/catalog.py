@@ -45,6 +45,16 @@ CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec fo
 """Built-in decoders by name."""
 
 
+_UNREAD: Final = (
+    "*.bin", "*.bin.index.json", "*.gguf", "*.ggml", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz", "*.onnx",
+    "*.nemo", "*.tflite",
+)  # fmt: skip
+"""Patterns of files of weights in formats that are not read."""
+
+_NO_WEIGHTS: Final = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "tokenizer", "preprocessor")
+"""Beginnings of names of such files that hold no weights."""
+
+
 def model_name(given: str) -> str:
     """The name that stores and files have for a model, however it is `given`; `given` itself where no model has that
     name.
@@ -98,7 +108,7 @@ def modules_of(given: str, *, texts: bool = False) -> list[str]:
     if path is None:
         return ["torch", "safetensors", "huggingface_hub"] if is_repo(name) else ["torch"]
     folder = path if path.is_dir() else path.parent
-    reads = ["safetensors"] if any(folder.glob("*.safetensors*")) else []
+    reads = ["safetensors"] if has_checkpoint(folder) else []
     reads += ["tokenizers"] if texts and has_tokenizer(folder) else []
     return ["torch", *reads]
 
@@ -139,3 +149,13 @@ def _exists(path: str) -> bool:
         return bool(path) and Path(path).exists()
     except (OSError, ValueError):
         return False
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a directory has a safetensors file, or an index of several."""
+    return any(folder.glob("*.safetensors*"))
+
+
+def unread_weights(folder: Path) -> tuple[str, ...]:
+    """Names of a directory's files of weights in formats that are not read."""
+    found = {file.name for pattern in _UNREAD for file in folder.glob(pattern)}
+    return tuple(sorted(name for name in found if not name.lower().startswith(_NO_WEIGHTS)))

@@ -43,8 +43,7 @@ def decode_step(
     """
     if not 1 <= batch <= MAX_BATCH:
         raise ConfigError(f"{spec.name}: batch {batch} is not in 1..{MAX_BATCH}")
-    if not 1 <= context <= spec.max_position:
-        raise ConfigError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
+    spec.check_context(context)
     if not 1 <= lanes <= context or batch % lanes:
         raise ConfigError(f"{spec.name}: {lanes} lanes of batch {batch} at context {context}")
     return Graph(

@@ -132,8 +132,7 @@ class EagerDecoder:
         context: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 1 <= context <= spec.max_position:
-            raise UsageError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
+        spec.check_context(context, UsageError)
         own = OracleWeights(spec, weights, dtype, device)
         self.spec = spec
         self.dtype = dtype

@@ -46,15 +46,23 @@ class _FamilyRules:
     window_needs_flag: bool = False  # sliding_window counts only with use_sliding_window
     qkv_bias: bool = False
     qk_norm: bool = False
+    biases: tuple[str, ...] = ()  # fields that ask for further biases
 
+
+_WINDOW: Final = 4096
+_WINDOW_LAYERS: Final = 28
+"""Defaults of `sliding_window` and `max_window_layers`, the first layer with a window where they need a flag."""
 
 _FAMILIES: Final = MappingProxyType(
     {
-        "llama": _FamilyRules("llama", "LlamaForCausalLM"),
-        "mistral": _FamilyRules("mistral", "MistralForCausalLM", n_kv_heads=8, sliding_window=4096),
-        "qwen2": _FamilyRules("qwen2", "Qwen2ForCausalLM", n_kv_heads=32, window_needs_flag=True, qkv_bias=True),
+        "llama": _FamilyRules("llama", "LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
+        "mistral": _FamilyRules("mistral", "MistralForCausalLM", n_kv_heads=8, sliding_window=_WINDOW),
+        "qwen2": _FamilyRules(
+            "qwen2", "Qwen2ForCausalLM", n_kv_heads=32, sliding_window=_WINDOW, window_needs_flag=True, qkv_bias=True
+        ),
         "qwen3": _FamilyRules(
-            "qwen3", "Qwen3ForCausalLM", n_kv_heads=32, head_dim=128, window_needs_flag=True, qk_norm=True
+            "qwen3", "Qwen3ForCausalLM", n_kv_heads=32, head_dim=128, sliding_window=_WINDOW, window_needs_flag=True,
+            qk_norm=True, biases=("attention_bias",),
         ),
     }
 )
@@ -66,10 +74,26 @@ _ONE: Final = (1,)
 # Fields that change the arithmetic or the weights -> the values that leave them alone. Absent and null are neutral too.
 _NEUTRAL: Final[_Neutral] = MappingProxyType(
     {
-        # attention
-        "use_sliding_window": _OFF,
         "attention_chunk_size": (),
         "partial_rotary_factor": _ONE,
+        "original_max_position_embeddings": (),
+        "is_causal": (True,),
+        # another model around or in place of this one
+        "quantization": (),
+        "compression_config": ({},),
+        "text_config": (),
+        "vision_config": (),
+        "audio_config": (),
+        "per_layer_config": (),
+        "pruned_heads": ({},),
+        "is_encoder_decoder": _OFF,
+        "add_cross_attention": _OFF,
+    }
+)
+
+FOREIGN: Final[_Neutral] = MappingProxyType(
+    {
+        # attention
         "rotary_pct": _ONE,
         "rotary_dim": (),
         "rope_interleaved": _OFF,
@@ -77,9 +101,7 @@ _NEUTRAL: Final[_Neutral] = MappingProxyType(
         "no_rope_layers": (),
         "no_rope_layer_interval": (),
         "use_mrope": _OFF,
-        "original_max_position_embeddings": (),
         "alibi": _OFF,
-        "is_causal": (True,),
         "use_bidirectional_attention": _OFF,
         "clip_qkv": (),
         "qk_layernorm": _OFF,
@@ -93,7 +115,6 @@ _NEUTRAL: Final[_Neutral] = MappingProxyType(
         "attn_output_gate": _OFF,
         "num_kv_shared_layers": _NONE,
         # biases
-        "mlp_bias": _OFF,
         "attention_out_bias": _OFF,
         "lm_head_bias": _OFF,
         "use_bias": _OFF,
@@ -119,19 +140,14 @@ _NEUTRAL: Final[_Neutral] = MappingProxyType(
         "final_logit_softcapping": (),
         "parallel_residual": _OFF,
         "use_parallel_residual": _OFF,
-        # another model around or in place of this one
-        "quantization": (),
-        "compression_config": (),
-        "auto_map": (),
-        "text_config": (),
-        "vision_config": (),
-        "audio_config": (),
-        "per_layer_config": (),
-        "pruned_heads": ({},),
-        "is_encoder_decoder": _OFF,
-        "add_cross_attention": _OFF,
     }
 )
+"""Fields of other models, which transformers' classes of these families do not read -> the values that ask for
+nothing."""
+
+_CODE: Final = "auto_map"
+_OWN_CODE: Final = ("AutoModel", "AutoConfig")
+"""Beginnings of entries of `auto_map` that put code of the repository in place of the family's."""
 
 _ROPE_FIELDS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _ROPE_TYPES: Final = MappingProxyType(
@@ -156,6 +172,18 @@ def load_scheme(path: Path) -> Scheme | None:
     none. Raises as `load_spec`."""
     config, name = _read(path)
     return read_scheme(config, name) if isinstance(config, Mapping) else None
+
+
+def foreign_fields(path: Path) -> tuple[str, ...]:
+    """Fields of a `config.json`, or of its directory, that ask for other arithmetic than the family's, each with its
+    value. transformers does not read them for this family, and neither does flywheel. Raises as `load_spec`."""
+    config, name = _read(path)
+    if not isinstance(config, Mapping) or (rules := _FAMILIES.get(str(config.get("model_type")))) is None:
+        return ()
+    fields = _Fields(name, "", config)
+    foreign = {**FOREIGN, **_fixed(rules)}
+    asking = [field for field, neutral in foreign.items() if not fields.asks_nothing(field, neutral)]
+    return tuple(f"{field} {_shown(config[field])}" for field in asking)
 
 
 def _read(path: Path) -> tuple[object, str]:
@@ -192,13 +220,15 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     fields = _Fields(name, "", config)
     rules = _FAMILIES[fields.choice("model_type", _FAMILIES)]
     _check_architecture(fields, rules)
-    fields.check_neutral({**_NEUTRAL, **_family_neutral(rules)})
+    fields.check_neutral({**_NEUTRAL, **dict.fromkeys(rules.biases, _OFF)})
+    _check_code(fields)
     read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
         fields.choice("hidden_act", ("silu", "swish"))
-    _check_windows(fields, rules)
     theta, scaling = _rope(fields)
     n_heads, n_kv_heads, head_dim = _heads(fields, rules)
+    max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
+    window = _window(fields, rules)
     return DecoderSpec(
         name=name,
         family=rules.family,
@@ -211,11 +241,12 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         vocab=fields.positive_int("vocab_size", MAX_VOCAB),
         rope_theta=theta,
         norm_eps=fields.positive_float("rms_norm_eps", absent=1e-6),
-        max_position=fields.positive_int("max_position_embeddings", MAX_CONTEXT),
+        max_position=max_position,
         tied_head=fields.flag("tie_word_embeddings", absent=False),
         qkv_bias=rules.qkv_bias,
         qk_norm=rules.qk_norm,
         rope_scaling=scaling,
+        window=window if window is not None and window < max_position else None,
     )
 
 
@@ -243,6 +274,12 @@ class _Fields:
             raise self.refusal(field, f"an integer from 1 to {largest}")
         return value
 
+    def whole(self, field: str, absent: int) -> int:
+        value = self.values.get(field, absent)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.refusal(field, "an integer of at least 0")
+        return value
+
     def positive_float(self, field: str, absent: float | None = None) -> float:
         value = self.values.get(field, absent)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_FLOAT:
@@ -255,10 +292,14 @@ class _Fields:
             raise self.refusal(field, "true or false")
         return value
 
+    def asks_nothing(self, field: str, neutral: tuple[object, ...]) -> bool:
+        """Whether a field is absent, null or one of the neutral values."""
+        value = self.values.get(field)
+        return value is None or any(_same(value, option) for option in neutral)
+
     def check_neutral(self, neutral: _Neutral) -> None:
         for field, allowed in neutral.items():
-            value = self.values.get(field)
-            if value is not None and not any(_same(value, option) for option in allowed):
+            if not self.asks_nothing(field, allowed):
                 raise self.refusal(field, " or ".join([*map(_shown, allowed), "absent"]))
 
 
@@ -268,22 +309,37 @@ def _check_architecture(fields: _Fields, rules: _FamilyRules) -> None:
         raise fields.refusal("architectures", f'["{rules.architecture}"]')
 
 
-def _family_neutral(rules: _FamilyRules) -> _Neutral:
-    """Biases and q/k norms follow from the model_type. A field may repeat that, but not contradict it."""
+def _fixed(rules: _FamilyRules) -> _Neutral:
+    """Biases and q/k norms that the family's code has or has not, whatever these fields say -> what it has."""
     bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
-    return {"attention_bias": bias, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
+    fixed = {"attention_bias": bias, "mlp_bias": _OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
+    return {field: value for field, value in fixed.items() if field not in rules.biases}
 
 
-def _check_windows(fields: _Fields, rules: _FamilyRules) -> None:
-    window = fields.values.get("sliding_window", rules.sliding_window)
-    if window is not None and not rules.window_needs_flag:
-        implied = "" if "sliding_window" in fields.values else f" (missing means {window} for {rules.family})"
-        raise fields.refusal("sliding_window", f"null{implied}")
-    layer_types = fields.values.get("layer_types")
-    if layer_types is not None and (
-        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
-    ):
-        raise fields.refusal("layer_types", 'only "full_attention"')
+def _check_code(fields: _Fields) -> None:
+    """Raises UnsupportedModelError where the repository has model code of its own."""
+    code = fields.values.get(_CODE)
+    if code is None or (isinstance(code, Mapping) and not any(str(key).startswith(_OWN_CODE) for key in code)):
+        return
+    raise fields.refusal(_CODE, f"absent, or without {' and '.join(_OWN_CODE)}")
+
+
+def _window(fields: _Fields, rules: _FamilyRules) -> int | None:
+    """The sliding window of the layers that have one; None if no layer has one."""
+    window = rules.sliding_window
+    if "sliding_window" in fields.values:
+        given = fields.values["sliding_window"]
+        window = None if given is None else fields.positive_int("sliding_window", MAX_CONTEXT)
+    if rules.window_needs_flag and not fields.flag("use_sliding_window", absent=False):
+        window = None
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        first = fields.whole("max_window_layers", absent=_WINDOW_LAYERS) if rules.window_needs_flag and window else 0
+        return window if first < fields.positive_int("num_hidden_layers", MAX_LAYERS) else None
+    known = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        raise fields.refusal("layer_types", " or ".join(map(_shown, known)))
+    return window if "sliding_attention" in kinds else None
 
 
 def _heads(fields: _Fields, rules: _FamilyRules) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
-from flywheel.errors import UnsupportedModelError
+from flywheel.errors import ConfigError, FlywheelError, UnsupportedModelError
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 Shape = tuple[int, ...]
@@ -65,7 +65,8 @@ class DecoderSpec:
 
     `intermediate` is the width of one of gate and up, `max_position` the longest context in tokens. `qkv_bias` adds a
     bias to q, k and v only; `qk_norm` normalises each query and key head before RoPE. With `tied_head` the output head
-    is the embedding table.
+    is the embedding table. `window` is the number of last positions to which some layer attends, itself included; None
+    for all. Attention here is to all positions, so no longer context is supported.
 
     Raises UnsupportedModelError if `check_spec` does.
     """
@@ -86,9 +87,23 @@ class DecoderSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         check_spec(self)
+
+    @property
+    def reach(self) -> int:
+        """The longest supported context."""
+        return self.max_position if self.window is None else min(self.max_position, self.window)
+
+    def check_context(self, context: int, raises: type[FlywheelError] = ConfigError) -> None:
+        """Raises ConfigError, or `raises`, for a context that is not in 1..reach."""
+        if 1 <= context <= self.reach:
+            return
+        if self.window is not None and self.window < context <= self.max_position:
+            raise raises(f"{self.name}: context {context} exceeds sliding_window {self.window}; supported: up to that")
+        raise raises(f"{self.name}: context {context} is not in 1..{self.max_position}")
 
     @property
     def q_width(self) -> int:
@@ -182,7 +197,8 @@ def check_spec(spec: DecoderSpec) -> None:
     """Raises UnsupportedModelError, naming the field and its bound, for dimensions that no decoder can have."""
     if spec.family not in _FAMILIES:
         raise UnsupportedModelError(f"{spec.name}: family={spec.family!r} is not one of {', '.join(_FAMILIES)}")
-    for field, largest in _BOUNDS:
+    bounds = _BOUNDS if spec.window is None else (*_BOUNDS, ("window", MAX_CONTEXT))
+    for field, largest in bounds:
         value: object = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             raise UnsupportedModelError(f"{spec.name}: {field}={value!r} is not an integer from 1 to {largest}")

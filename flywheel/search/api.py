@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flywheel.decode.notes import Note, notes_of_defaults
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.campaign import Progress
-from flywheel.search.run import run_search
+from flywheel.search.run import Start, run_search
 from flywheel.search.spec import DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.workload import default_context
@@ -30,7 +31,8 @@ class SearchResult:
     `best` is the row of the fastest schedule and `config` is that schedule. Both are None where no trial was feasible.
     `tied` are rows whose latency a final could not tell from the best row's. `outcomes` counts the campaign's trials by
     outcome, and `new_trials` the trials of this call. `stopped` says which budget ended the search: trials, time,
-    until, patience or exhausted (no schedule was left). `store` and `campaign` say where all rows are.
+    until, patience or exhausted (no schedule was left). `store` and `campaign` say where all rows are. `notes` are
+    facts of what was searched that nobody asked for by name.
     """
 
     campaign: str
@@ -43,6 +45,7 @@ class SearchResult:
     elapsed_s: float
     stopped: str
     tied: tuple[TrialRecord, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     def to_dataframe(self) -> DataFrame:
         """All rows of the campaign, finals included, in the columns of `flywheel.to_dataframe`.
@@ -95,9 +98,11 @@ def search(
     KernelCompileError and StoreError, all FlywheelErrors."""
     if name is not None:
         check_name("search", name)
+    asked = {"gpu": gpu, "context": context}
     gpu = default_gpu("search") if gpu is None else gpu
     model = fetch_model(model, measure != "predict", lambda line: None)
     context = default_context(resolve_model(model)) if context is None else context
+    notes = notes_of_defaults({"gpu": gpu, "context": context}, asked)
     method = {"sampler": sampler, "seed": seed, "seeds": seeds, "warm": warm}
     chosen: dict[str, Any] = {option: value for option, value in method.items() if value is not None}
     spec = CampaignSpec(
@@ -107,8 +112,13 @@ def search(
         machine=None if machine is None else str(machine),
         fix={knob: str(value) for knob, value in (fix or {}).items()}, **chosen,
     )  # fmt: skip
-    result = run_search(spec, str(store), fresh=fresh, given=chosen.keys(), watch=watch or (lambda _: None))
+    started: list[Start] = []
+    result = run_search(
+        spec, str(store), fresh=fresh, given=chosen.keys(), announce=started.append, watch=watch or (lambda _: None)
+    )
     best = result.best
     config = None if best is None else config_from_dict(json.loads(best.config))
     counts = result.outcomes, result.trials, result.new_trials, result.elapsed_s
-    return SearchResult(result.name, str(store), best, config, *counts, result.stopped, result.tied)
+    return SearchResult(
+        result.name, str(store), best, config, *counts, result.stopped, result.tied, (*notes, *started[0].notes)
+    )

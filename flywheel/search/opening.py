@@ -105,7 +105,8 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor:
     before = described.get("predictor", MODEL_VERSION)
     if spec.measure == "predict" and constants_of(before) != constants_of(predictor):
         raise _another(campaign, f"was predicted by {before}, not {predictor}")
-    if described.get("decoder") != json.loads(json.dumps(asdict(space.workload.spec))):
+    decoder = {"window": None, **(described.get("decoder") or {})}  # older versions had no models with windows
+    if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
         raise _another(campaign, "searched another model of that name")
 
 

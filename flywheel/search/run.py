@@ -9,6 +9,7 @@ from math import prod
 from threading import Thread
 
 from flywheel.cost_model import MODEL_VERSION, open_predictor
+from flywheel.decode.notes import Note
 from flywheel.errors import WorkerDiedError
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
@@ -24,7 +25,7 @@ from flywheel.search.space import Space, check_runnable, make_space
 from flywheel.search.spec import METHOD, CampaignSpec, with_name
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.trials.sites import open_engine, open_site
-from flywheel.search.workload import make_workload
+from flywheel.search.workload import make_workload, notes_of_search
 from flywheel.store.sql import open_store
 
 
@@ -34,7 +35,7 @@ class Start:
     its space, its environment, and the `starts` that the store or the package has for it.
 
     `predictor` is the version of the cost model that predictions would use. `best_known` is the best schedule of this
-    very work that was measured before.
+    very work that was measured before. `notes` are what users should know of the model's weights.
     """
 
     spec: CampaignSpec
@@ -46,6 +47,7 @@ class Start:
     starts: tuple[WarmStart, ...] = ()
     predictor: str = MODEL_VERSION
     best_known: Known | None = None
+    notes: tuple[Note, ...] = ()
 
 
 def run_search(
@@ -96,7 +98,9 @@ def run_search(
             starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
             searched = sum(size > 1 for size in sizes)
             before = best_known(workload, store)
-            announce(Start(spec, name, known, searched, prod(sizes), environment, starts, predictor.version, before))
+            notes = notes_of_search(workload, spec.measure == "cuda")
+            counts = known, searched, prod(sizes)
+            announce(Start(spec, name, *counts, environment, starts, predictor.version, before, notes))
             campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor, steering)
             return replace(campaign_run.run(watch, interrupted), foreseen=foresight.said)
 

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from flywheel.decode.notes import Note, notes_of_model
 from flywheel.errors import ConfigError, FlywheelError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.show import did_you_mean
 from flywheel.measure.device import GENERIC
-from flywheel.models.catalog import model_name, model_path, resolve_model
+from flywheel.models.catalog import has_checkpoint, model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES, MAX_BATCH, decode_step
 from flywheel.models.footprint import check_fits
 from flywheel.models.formats import PLAIN, WeightFormats, parse_formats
@@ -127,7 +128,7 @@ def _checkpoint_weights(path: Path | None, dtype: DType) -> str | None:
     if path is None or scheme is None:
         return None
     folder, scales = path if path.is_dir() else path.parent, dtype
-    if any(folder.glob("*.safetensors*")):
+    if has_checkpoint(folder):
         from flywheel.models.unpacking import stored_scales
 
         scales = stored_scales(folder, scheme)
@@ -182,6 +183,22 @@ def found_for_another(schedule: Schedule, spec: DecoderSpec) -> str | None:
     return work_named(*work)
 
 
+def notes_of_search(workload: Workload, measured: bool) -> tuple[Note, ...]:
+    """The notes of a search for a workload, whose trials run if `measured`. Raises as `load_spec`."""
+    path = model_path(workload.model)
+    folder = None if path is None else path if path.is_dir() else path.parent
+    drawn = measured and (folder is None or not has_checkpoint(folder))
+    scheme = None if path is None else load_scheme(path)
+    return notes_of_model(workload.spec.name, path, scheme, DTYPES[workload.dtype], 0 if drawn else None)
+
+
+def notes_of_another(schedule: Schedule | None, spec: DecoderSpec) -> tuple[Note, ...]:
+    """The note of a schedule that was found for another model than `spec`."""
+    found = None if schedule is None else found_for_another(schedule, spec)
+    text = f"the schedule was found for {found}; here it is applied to {spec.name}"
+    return () if found is None else (Note("another-model", text),)
+
+
 def default_context(spec: DecoderSpec) -> int:
     """The context of a workload for which none is given: 512, or the model's longest if that is less."""
-    return min(DEFAULT_CONTEXT, spec.max_position)
+    return min(DEFAULT_CONTEXT, spec.reach)

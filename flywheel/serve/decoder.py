@@ -14,8 +14,10 @@ from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, NoGpuError, UsageError
 from flywheel.installing import lacking
+from flywheel.ir import DType
 from flywheel.ir.bundles import is_bundle
 from flywheel.models.catalog import modules_of, resolve_model
+from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
@@ -25,6 +27,7 @@ from flywheel.store.schedule import Schedule, load_schedule
 
 if TYPE_CHECKING:
     from flywheel.decode.bundled import Check
+    from flywheel.decode.notes import Note
     from flywheel.decode.source import Weights
 
 Device = Literal["reference", "cuda"]
@@ -59,16 +62,18 @@ class Decoder:
     `with`. Only one thread may use it.
 
     `name` is the model's name, `schedule` describes the schedule in use, and `context` is the maximum number of tokens
-    of prompt and answer together.
+    of prompt and answer together. `notes` are facts of what is computed that nobody asked for by name, such as random
+    weights.
     """
 
     def __init__(
         self, spec: DecoderSpec, name: str, folder: Path | None, session: Session, schedule: str, device: Device,
-        close: Callable[[], None],
+        close: Callable[[], None], notes: tuple[Note, ...] = (),
     ) -> None:  # fmt: skip
         """`folder` has the tokenizer and the ids of tokens that end a text."""
         self.name: Final = name
         self.schedule: Final = schedule
+        self.notes: Final = notes
         self.device: Final = device
         self.context: Final = session.context
         self.vocab: Final = spec.vocab
@@ -138,8 +143,9 @@ class Decoder:
             )  # fmt: skip
             source = loaded.source
             return cls(
-                source.spec, source.name, source.folder, loaded.session, loaded.schedule, chosen, undo.pop_all().close
-            )
+                source.spec, source.name, source.folder, loaded.session, loaded.schedule, chosen,
+                undo.pop_all().close, loaded.notes,
+            )  # fmt: skip
 
     @classmethod
     def _load_bundle(
@@ -153,6 +159,7 @@ class Decoder:
         if weights is None:
             raise BundleError(f"bundle {folder}: has no weights; give their checkpoint's directory, or tensors")
         from flywheel.decode.bundled import BundleSession, spec_of
+        from flywheel.decode.notes import notes_of_model
         from flywheel.vm.bundle.reading import read_bundle
         from flywheel.vm.gpu import driver
 
@@ -162,7 +169,9 @@ class Decoder:
         with ExitStack() as undo:
             undo.callback(session.close)
             words = f"{bundle.manifest['schedule']['words']}, of bundle {folder}"
-            return cls(spec, spec.name, folder, session, words, "cuda", undo.pop_all().close)
+            dtype = DType[bundle.manifest["model"]["dtype"]]
+            notes = notes_of_model(spec.name, folder, load_scheme(folder), dtype, None)
+            return cls(spec, spec.name, folder, session, words, "cuda", undo.pop_all().close, notes)
 
     def __enter__(self) -> Self:
         return self

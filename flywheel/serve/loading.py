@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flywheel.decode.interface import read_interface
+from flywheel.decode.notes import Note, notes_of_source
 from flywheel.decode.opening import open_session
 from flywheel.decode.session import BatchSession
 from flywheel.decode.source import Source, Weights, open_source
@@ -13,19 +15,20 @@ from flywheel.errors import UsageError, WeightsError
 from flywheel.ir import MAX_RANKS
 from flywheel.lowering.lower import lower
 from flywheel.models.weights import checkpoint_tensors
-from flywheel.search.knowledge.chosen import Chosen, choose_schedule, settle_work
+from flywheel.search.knowledge.chosen import Chosen, choose_schedule, notes_of_work, settle_work
 from flywheel.search.trials.device import gpu_of
-from flywheel.search.workload import found_for_another, lanes_of_lookup
+from flywheel.search.workload import found_for_another, lanes_of_lookup, notes_of_another
 from flywheel.store.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on a device. `schedule` describes the schedule in use."""
+    """A model on a device. `schedule` describes the schedule in use, and `notes` what else is computed."""
 
     source: Source
     session: BatchSession
     schedule: str
+    notes: tuple[Note, ...]
 
 
 def load_model(
@@ -48,8 +51,15 @@ def load_model(
     chosen = choose_schedule(workload, store) if given is None else _as_given(given, source)
     program = lower(workload.graph_of(lanes), chosen.config, workload.target)
     session, _ = open_session(program, source, seed, device, undo)
+    taken = (Note("schedule", f"decoding by {chosen.words}"),) if given is None else ()
+    notes = (
+        *notes_of_source(source, read_interface(program, source.spec).dtype, seed),
+        *notes_of_work(workload, given, **asked),
+        *taken,
+        *notes_of_another(given, source.spec),
+    )
     guesses = f", with {lookup} guesses a launch" if lookup else ""
-    return LoadedModel(source, session, chosen.words + guesses)
+    return LoadedModel(source, session, chosen.words + guesses, notes)
 
 
 def _as_given(schedule: Schedule, source: Source) -> Chosen:

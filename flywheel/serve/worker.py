@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Final
 
+from flywheel.decode.notes import Note
 from flywheel.decode.sampling import Sampling
 from flywheel.errors import ContextError, FlywheelError, TokenizerError, UsageError
 from flywheel.process import enter_child
@@ -53,6 +54,7 @@ class Loaded:
     schedule: str
     context: int
     max_sequences: int
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def work(connection: Connection, pulse: Connection, make_decoder: MakeDecoder) -
         connection.send(Refused(None, str(error), True))
         return
     with decoder:
-        connection.send(Loaded(decoder.name, decoder.schedule, decoder.context, decoder.max_sequences))
+        connection.send(Loaded(decoder.name, decoder.schedule, decoder.context, decoder.max_sequences, decoder.notes))
         with PromptReader(decoder.second_tokenizer()) as reader:
             answer_all(connection, decoder, reader)
 

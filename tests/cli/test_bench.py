@@ -208,6 +208,8 @@ def test_json_on_stdout_is_the_document(run: Run, l4: type[FakeContests], config
     assert [each["name"] for each in document["comparisons"][0]["contestants"]] == ["flywheel", "compile-inline"]
     assert document["comparisons"][0]["context"] == 512
     assert document["random_weights"] is True
+    assert [each["code"] for each in document["notes"]] == ["random-weights", "defaults"]
+    assert all(result.stderr.count(each["text"]) == 1 for each in document["notes"])
 
 
 def test_the_stores_best_measured_row_is_what_is_compared(run: Run, l4: type[FakeContests], store: str) -> None:

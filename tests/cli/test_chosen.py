@@ -25,12 +25,14 @@ def qwen(gpu: str = "h200") -> Workload:
     return make_workload("qwen3-0.6b", gpu, "bf16", 512)
 
 
-def test_without_a_store_the_shipped_schedule_is_taken_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_store_the_shipped_schedule_is_taken_and_named() -> None:
     (chosen,) = known([qwen()], None, None)
 
     assert chosen.origin["file"] == "shipped qwen3-0.6b-h200-bf16-c512-b1.json"
     assert (chosen.origin["config_id"], chosen.origin["exact"]) == (chosen.config.config_id, True)
-    assert "shipped schedule qwen3-0.6b-h200-bf16-c512-b1.json" in capsys.readouterr().err
+    (note,) = chosen.notes
+    assert note.code == "schedule"
+    assert "shipped schedule qwen3-0.6b-h200-bf16-c512-b1.json" in note.text
 
 
 def test_a_store_that_knows_nothing_of_the_work_falls_back_to_it_unless_a_campaign_is_named(

@@ -12,6 +12,9 @@ from flywheel.cli import interrupt
 from flywheel.cli.main import cli
 from flywheel.cli.serve import serve
 from flywheel.cli.text import complain
+from flywheel.decode.notes import Note
+
+NOTES = (Note("random-weights", "RANDOM WEIGHTS"), Note("schedule", "decoding by s"))
 
 
 class Stub:
@@ -21,7 +24,7 @@ class Stub:
         self.closed = False
 
     def start(self) -> SimpleNamespace:
-        return SimpleNamespace(model="m", schedule="s", context=8, max_sequences=1)
+        return SimpleNamespace(model="m", schedule="s", context=8, max_sequences=1, notes=NOTES)
 
     def close(self) -> None:
         self.closed = True

@@ -104,7 +104,7 @@ def test_a_wrong_token_is_complained_about_on_a_line_of_its_own(
     says(ids_of(checkpoint, "ab"))
     shown = run(*arguments)
     assert (shown.exit_code, shown.stdout) == (3, "ab\n")
-    assert shown.stderr.splitlines()[1].startswith("flywheel: token 0: expected")
+    assert shown.stderr.splitlines()[2].startswith("flywheel: token 0: expected")
     assert [json.loads(line)["text"] for line in run(*arguments, "--json").stdout.splitlines()] == ["a", "b"]
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from flywheel import process
+from flywheel.decode.notes import notes_of_source
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source, open_source
 from flywheel.errors import TooLargeError, UnknownNameError, WeightsError
@@ -188,6 +189,32 @@ def test_broken_checkpoints_are_errors_not_random_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(WeightsError, match="not safetensors"):
         open_source(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "model.gguf",
+     "consolidated.00.pth", "model.pt", "tf_model.h5", "flax_model.msgpack", "weights.npz"],
+)  # fmt: skip
+def test_weights_in_a_format_that_is_not_read_are_refused_unless_random_ones_are_asked_for(
+    name: str, folder: Path
+) -> None:
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(WeightsError, match=f"{folder} holds {name}, a format that is not read, and no safetensors"):
+        open_source(str(folder))
+    (note,) = notes_of_source(open_source(str(folder / "config.json")), DType.F32, 3)
+    assert note.code == "random-weights"
+    assert note.text.startswith(f"RANDOM WEIGHTS of seed 3: {folder} holds {name}, a format that is not read")
+    assert open_source(str(folder), any_weights=True).stored is None
+    stored_in_spec = random_weights(open_source(str(folder / "config.json")).spec, 9)
+    save_file(stored_in_spec, folder / "model.safetensors")
+    assert notes_of_source(open_source(str(folder)), DType.BF16, 3) == ()
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "notes.txt"])
+def test_files_that_hold_no_weights_are_no_weights(name: str, folder: Path) -> None:
+    (folder / name).write_bytes(b"x")
+    assert open_source(str(folder)).stored is None
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.errors import UnsupportedModelError
+from flywheel.errors import ConfigError, UnsupportedModelError
 from flywheel.models.catalog import CATALOG
-from flywheel.models.hf import load_spec, spec_from_config
+from flywheel.models.decoder import decode_step
+from flywheel.models.hf import foreign_fields, load_spec, spec_from_config
 from flywheel.models.spec import DecoderSpec, RopeScaling
 
 Config = dict[str, Any]
@@ -166,37 +167,21 @@ def test_fields_that_leave_the_arithmetic_alone_are_ignored(extra: Config) -> No
 @pytest.mark.parametrize(
     ("base", "field", "value"),
     [
-        (MISTRAL_7B, "sliding_window", 4096),
-        (LLAMA3_8B, "sliding_window", 4096),
-        (QWEN25_7B, "use_sliding_window", True),
-        (QWEN3_06B, "use_sliding_window", True),
         (QWEN3_06B, "layer_types", ["full_attention", "sliding_attention"]),
         (QWEN3_06B, "layer_types", "sliding_attention"),
         (LLAMA3_8B, "attention_chunk_size", 8192),
         (LLAMA3_8B, "partial_rotary_factor", 0.5),
         (LLAMA3_8B, "partial_rotary_factor", True),
-        (LLAMA3_8B, "rope_interleaved", True),
-        (LLAMA3_8B, "no_rope_layers", [1, 1, 1, 0]),
+        (QWEN3_06B, "layer_types", ["chunked_attention"] * 28),
+        (MISTRAL_7B, "sliding_window", 0),
+        (QWEN25_7B, "use_sliding_window", "yes"),
+        (LLAMA3_8B, "original_max_position_embeddings", 4096),
         (LLAMA3_8B, "hidden_act", "gelu"),
         (LLAMA3_8B, "hidden_act", None),
         (LLAMA3_8B, "attention_bias", True),
         (QWEN3_06B, "attention_bias", True),
-        (QWEN25_7B, "attention_bias", False),
         (LLAMA3_8B, "mlp_bias", True),
-        (LLAMA3_8B, "use_qk_norm", True),
-        (QWEN3_06B, "use_qk_norm", False),
-        (LLAMA3_8B, "num_experts", 8),
-        (MISTRAL_7B, "num_local_experts", 8),
-        (QWEN3_06B, "moe_intermediate_size", 768),
         (LLAMA3_8B, "quantization_config", "gptq"),
-        (LLAMA3_8B, "logit_scale", 0.0625),
-        (LLAMA3_8B, "logits_scaling", 8.0),
-        (LLAMA3_8B, "residual_multiplier", 0.22),
-        (LLAMA3_8B, "embedding_multiplier", 12.0),
-        (LLAMA3_8B, "attention_multiplier", 0.015625),
-        (LLAMA3_8B, "final_logit_softcapping", 30.0),
-        (LLAMA3_8B, "attn_logit_softcapping", 50.0),
-        (LLAMA3_8B, "qk_layernorm", True),
         (LLAMA3_8B, "is_causal", False),
         (LLAMA3_8B, "is_encoder_decoder", True),
         (LLAMA3_8B, "auto_map", {"AutoModelForCausalLM": "modeling_custom.CustomForCausalLM"}),
@@ -291,8 +276,47 @@ def test_a_missing_required_field_is_refused_by_name(field: str) -> None:
     assert refused(without(LLAMA3_8B, field)).startswith(f"stranger: {field} is missing; supported: ")
 
 
-def test_a_missing_mistral_window_is_a_window() -> None:
-    assert "sliding_window is missing" in refused(without(MISTRAL_7B, "sliding_window"))
+@pytest.mark.parametrize(
+    ("base", "changes", "window"),
+    [
+        (MISTRAL_7B, {"sliding_window": 4096}, 4096),
+        (without(MISTRAL_7B, "sliding_window"), {}, 4096),
+        (MISTRAL_7B, {"sliding_window": None}, None),
+        (MISTRAL_7B, {"sliding_window": 32768}, None),  # as far as the model reaches
+        (LLAMA3_8B, {"sliding_window": 1024}, 1024),
+        (QWEN25_7B, {"use_sliding_window": False, "sliding_window": 1024}, None),
+        (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 28}, None),
+        (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 27}, 1024),
+        (QWEN3_06B, {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 28}, None),
+    ],
+)
+def test_a_window_is_read_where_some_layer_has_one(base: Config, changes: Config, window: int | None) -> None:
+    assert spec_from_config(base | changes, "x").window == window
+
+
+def test_a_context_beyond_the_window_is_refused_and_one_within_it_is_not() -> None:
+    spec = spec_from_config(MISTRAL_7B | {"sliding_window": 4096}, "x")
+    assert decode_step(spec, 4096).context == 4096
+    with pytest.raises(ConfigError, match="x: context 4097 exceeds sliding_window 4096; supported: up to that"):
+        decode_step(spec, 4097)
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "told"),
+    [
+        (LLAMA3_8B, {"logits_scaling": 8.0, "scale_depth": None, "num_experts": 0}, ("logits_scaling 8.0",)),
+        (LLAMA3_8B, {"use_qk_norm": True, "qkv_bias": False}, ("use_qk_norm true",)),
+        (QWEN25_7B, {"attention_bias": False}, ("attention_bias false",)),
+        (MISTRAL_7B, {"mlp_bias": True, "attention_bias": False}, ("mlp_bias true",)),
+        (LLAMA3_8B, {"mlp_bias": False, "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}, ()),
+    ],
+)
+def test_fields_that_transformers_does_not_read_change_nothing_and_are_told(
+    base: Config, fields: Config, told: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert spec_from_config(base | fields, "x") == spec_from_config(base, "x")
+    (tmp_path / "config.json").write_text(json.dumps(base | fields))
+    assert foreign_fields(tmp_path) == told
 
 
 @pytest.mark.parametrize("config", [None, [], "llama", 3, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,11 @@ import torch
 from checkpoints import write
 
 from flywheel.decode.source import open_source
+from flywheel.errors import UnsupportedModelError
 from flywheel.ir import DType
 from flywheel.models.checkpoint import load_weights
 from flywheel.models.eager import EagerDecoder
-from flywheel.models.hf import load_spec
+from flywheel.models.hf import FOREIGN, foreign_fields, load_spec, spec_from_config
 from flywheel.models.quantise import matrix_of
 from flywheel.models.weights import checkpoint_tensors
 
@@ -186,3 +188,60 @@ def test_the_cache_agrees_with_that_of_transformers(tmp_path: Path) -> None:
     for (k, v), layer in zip(decoder.read_cache(), layers, strict=True):
         torch.testing.assert_close(k, layer.keys[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(v, layer.values[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
+
+
+def logits_with(folder: Path, changes: dict[str, Any], ids: list[int]) -> torch.Tensor:
+    """[len(ids), vocab] of the checkpoint with other fields in its config.json."""
+    import transformers
+
+    before = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(json.dumps(json.loads(before) | changes))
+    logits = all_logits(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids)
+    (folder / "config.json").write_text(before)
+    return logits
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS = [
+    ("mistral", {"sliding_window": 8}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 8, "layer_types": [FULL] * 3}),
+    ("mistral", {"sliding_window": 8, "layer_types": [FULL, SLIDING, FULL]}),
+    ("qwen2", {"sliding_window": 8, "use_sliding_window": False}),
+    ("qwen2", {"sliding_window": 8, "use_sliding_window": True}),
+    ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3, "layer_types": None}),
+    ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2, "layer_types": None}),
+    ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": [FULL, FULL, SLIDING]}),
+    ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": [FULL] * 3}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), WINDOWS)
+def test_a_window_begins_to_count_where_transformers_has_it(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    build(family, tmp_path)
+    ids = tokens(24)
+    moved = (logits_with(tmp_path, changes, ids) - logits_with(tmp_path, {}, ids)).abs().amax(1) > 1e-4
+    first = int(moved.nonzero()[0]) if bool(moved.any()) else None
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    assert spec_from_config(config, "x").window == first
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_transformers_does_not_read_the_fields_that_are_read_over(family: str, tmp_path: Path) -> None:
+    build(family, tmp_path)
+    ids = tokens(24)
+    asking = {field: {(): 0.5, (1,): 2.0}.get(neutral, True) for field, neutral in FOREIGN.items()}
+    (tmp_path / "told.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | asking))
+    assert len(foreign_fields(tmp_path / "told.json")) >= len(asking)
+    assert torch.equal(logits_with(tmp_path, asking, ids), logits_with(tmp_path, {}, ids))
+
+
+@pytest.mark.parametrize("changes", [{"is_causal": False}, {"hidden_act": "gelu"}])
+def test_transformers_reads_fields_that_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    build("llama", tmp_path)
+    ids = tokens(24)
+    assert not torch.allclose(logits_with(tmp_path, changes, ids), logits_with(tmp_path, {}, ids))
+    with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
+        spec_from_config(json.loads((tmp_path / "config.json").read_text()) | changes, "x")

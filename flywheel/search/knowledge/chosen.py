@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from flywheel.decode.notes import Note, notes_of_defaults
 from flywheel.decode.source import Source
 from flywheel.errors import ConfigError, UnknownNameError
 from flywheel.ir import ScheduleConfig, config_from_dict
@@ -60,6 +61,13 @@ def settle_work(
         weights = source.formats(DTYPES[settled["dtype"]]).name(settled["dtype"])
     count, gpu = gpus_of(with_ranks(settled.pop("gpu"), ranks))
     return Workload(source.known_as, source.spec, find_target(gpu), **settled, weights=weights, ranks=count)
+
+
+def notes_of_work(workload: Workload, schedule: Schedule | None, **asked: object) -> tuple[Note, ...]:
+    """The note of the properties that `settle_work` took by default. `asked` are its arguments gpu, dtype and
+    context."""
+    settled = {"gpu": workload.gpu, "dtype": workload.dtype, "context": workload.context}
+    return () if schedule is not None else notes_of_defaults(settled, asked)
 
 
 def choose_schedule(workload: Workload, store: str | None = None) -> Chosen:

@@ -1,0 +1,70 @@
+"""Notes: facts of what is computed that nobody asked for by name. Commands and servers print them once, their documents
+and `Decoder.notes` have them as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from flywheel.ir import DType
+from flywheel.models.catalog import unread_weights
+from flywheel.models.hf import foreign_fields
+from flywheel.models.schemes import Scheme
+
+if TYPE_CHECKING:  # it imports torch
+    from flywheel.decode.source import Source
+
+Code = Literal[
+    "random-weights", "activations", "ignored-fields", "defaults", "schedule", "another-model", "another-program"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A fact of what is computed. `code` is its kind, for programs; `text` is for people."""
+
+    code: Code
+    text: str
+
+
+def notes_of_source(source: Source, dtype: DType, seed: int) -> tuple[Note, ...]:
+    """The notes of a model whose weights are as `source.weights(dtype, seed)`. Raises as `load_spec`."""
+    drawn = seed if source.stored is None else None
+    named = None if source.stored_as is None else Path(source.stored_as)
+    return notes_of_model(source.name, source.folder or named, source.scheme, dtype, drawn)
+
+
+def notes_of_model(
+    name: str, path: Path | None, scheme: Scheme | None, dtype: DType, seed: int | None
+) -> tuple[Note, ...]:
+    """The notes of the model in a directory or a config's file; `path` is None for a model of the catalog. `seed` is
+    that of random weights, None where the weights are a checkpoint's. Raises as `load_spec`."""
+    notes = []
+    if seed is not None:
+        notes.append(Note("random-weights", f"RANDOM WEIGHTS of seed {seed}: {_why_random(name, path)}; their text has "
+                                            "no meaning"))  # fmt: skip
+    if scheme is not None and scheme.activations:
+        asked = f"{name}: the checkpoint asks for 8 bit activations"
+        notes.append(Note("activations", f"{asked}; here they are {dtype.name.lower()}"))
+    ignored = () if path is None else foreign_fields(path)
+    if ignored:
+        words = ", ".join(ignored)
+        notes.append(Note("ignored-fields", f"{name}: config.json has {words}; as in transformers, that has no effect"))
+    return tuple(notes)
+
+
+def notes_of_defaults(settled: Mapping[str, object], asked: Mapping[str, object]) -> tuple[Note, ...]:
+    """The note of what is settled by default: the properties by name, less those that were `asked` for."""
+    taken = [f"{name} {value}" for name, value in settled.items() if asked.get(name) is None]
+    return (Note("defaults", f"by default: {', '.join(taken)}"),) if taken else ()
+
+
+def _why_random(name: str, path: Path | None) -> str:
+    if path is None:
+        return f"{name} is a name"
+    if not path.is_dir():
+        return f"{path} is a config alone"
+    unread = unread_weights(path)
+    return f"{path} holds {unread[0]}, a format that is not read" if unread else f"{path} holds no safetensors"
