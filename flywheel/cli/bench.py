@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from flywheel.cli.bench_serve import START, bench_served, show_served
-from flywheel.cli.chosen import Chosen, campaign_named, from_file, known, store_here
+from flywheel.cli.chosen import Chosen, campaign_named, from_file, known, notes_of_works, store_here
 from flywheel.cli.decoding import check_device, integers, open_model
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import announce_notes, load_config
@@ -201,7 +201,7 @@ def bench(
         chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
         chosen = known(work.workloads(), here if campaign is None else store, campaign)
-    notes = _notes(work, asked, {"gpu": gpu, "dtype": dtype, "context": contexts}, seed)
+    notes = notes_of_works(work.workloads(), work.source, asked, seed, gpu=gpu, dtype=dtype, context=contexts)
     document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed, notes)
     _give(ctx, document, output, as_json, lambda: show_bench(document, comparisons))
     if picture is not None:
@@ -271,20 +271,6 @@ def _settle(
     return Work(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled), count)
 
 
-def _notes(
-    work: Work, given: Schedule | Campaign | None, asked: Mapping[str, object], seed: int
-) -> tuple[Note, ...]:
-    """The notes of the work. `asked` are the options gpu, dtype and context, None where not given."""
-    from flywheel.decode.notes import notes_of_defaults, notes_of_source
-    from flywheel.search.workload import notes_of_another
-
-    contexts = ", ".join(map(str, work.contexts))
-    settled = {"gpu": work.target.name, "dtype": work.dtype, "context": contexts}
-    defaults = () if given is not None else notes_of_defaults(settled, asked)
-    another = notes_of_another(given if isinstance(given, Schedule) else None, work.source.spec)
-    return (*notes_of_source(work.source, DTYPES[work.dtype], seed), *defaults, *another)
-
-
 def _target(gpu: str | None) -> GpuTarget:
     """The target named `gpu`; for None, this machine's GPU. Raises UnknownNameError, NoGpuError."""
     from flywheel.measure.device import Device
@@ -339,10 +325,8 @@ def _compete(
     notes: tuple[Note, ...],
 ) -> tuple[dict[str, Any], list[Comparison]]:  # fmt: skip
     """The document, without the command line, and its comparisons. Ends the command with REJECTED if there are none.
-
     `rivals` None means the usual rivals of the weights. Raises as `probe` and `Contests`, except where a program does
-    not fit.
-    """
+    not fit."""
     from flywheel.decode.cuda import prepare_torch
     from flywheel.measure.comparison import comparison_document, single_of
     from flywheel.search.workload import with_ranks
@@ -350,8 +334,7 @@ def _compete(
     from flywheel.vm.gpu.probes import probe
 
     lowered, refused = _lower(chosen)
-    notes += tuple(note for each in lowered for note in each.notes)
-    announce_notes(notes)
+    announce_notes(notes := (*notes, *(told for each in lowered for told in each.notes)))
     if not lowered:
         raise click.exceptions.Exit(REJECTED)
     prepare_torch()

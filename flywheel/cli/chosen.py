@@ -21,6 +21,7 @@ from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.decode.notes import Note
+    from flywheel.decode.source import Source
     from flywheel.search.workload import Workload
     from flywheel.store.campaign import Campaign
 
@@ -50,6 +51,22 @@ def from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -
         work = ("model", "gpu", "dtype", "weights", "context", "batch")
         origin["found_for"] = {name: getattr(given, name) for name in work}
     return Chosen(workload, config, origin)
+
+
+def notes_of_works(
+    workloads: Sequence[Workload], source: Source, given: Schedule | Campaign | None, seed: int, **asked: object
+) -> tuple[Note, ...]:
+    """The notes of a model's workloads on one GPU, whose schedule or campaign may be `given`. `asked` are the options
+    gpu, dtype and context, None where not given. Raises as `load_spec`."""
+    from flywheel.decode.notes import notes_of_defaults, notes_of_source
+    from flywheel.models.decoder import DTYPES
+    from flywheel.search.workload import notes_of_another
+
+    first, contexts = workloads[0], dict.fromkeys(str(each.context) for each in workloads)
+    settled = {"gpu": first.target.name, "dtype": first.dtype, "context": " and ".join(contexts)}
+    defaults = () if given is not None else notes_of_defaults(settled, asked)
+    another = notes_of_another(given if isinstance(given, Schedule) else None, first.spec)
+    return (*notes_of_source(source, DTYPES[first.dtype], seed), *defaults, *another)
 
 
 def campaign_named(url: str, name: str | None) -> Campaign:

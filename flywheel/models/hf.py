@@ -17,6 +17,7 @@ from typing import Final
 
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.ir.files import parse_json
+from flywheel.models.config_fields import FOREIGN, NEUTRAL, OFF, ONE, Neutral
 from flywheel.models.schemes import Scheme, read_scheme
 from flywheel.models.spec import (
     MAX_CONTEXT,
@@ -31,7 +32,6 @@ from flywheel.models.spec import (
 )
 
 _MAX_FILE_BYTES: Final = 4 * 1024**2
-_Neutral = Mapping[str, tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,84 +66,6 @@ _FAMILIES: Final = MappingProxyType(
         ),
     }
 )
-
-_OFF: Final = (False,)
-_NONE: Final = (0, False)
-_ONE: Final = (1,)
-
-# Fields that change the arithmetic or the weights -> the values that leave them alone. Absent and null are neutral too.
-_NEUTRAL: Final[_Neutral] = MappingProxyType(
-    {
-        "attention_chunk_size": (),
-        "partial_rotary_factor": _ONE,
-        "original_max_position_embeddings": (),
-        "is_causal": (True,),
-        # another model around or in place of this one
-        "quantization": (),
-        "compression_config": ({},),
-        "text_config": (),
-        "vision_config": (),
-        "audio_config": (),
-        "per_layer_config": (),
-        "pruned_heads": ({},),
-        "is_encoder_decoder": _OFF,
-        "add_cross_attention": _OFF,
-    }
-)
-
-FOREIGN: Final[_Neutral] = MappingProxyType(
-    {
-        # attention
-        "rotary_pct": _ONE,
-        "rotary_dim": (),
-        "rope_interleaved": _OFF,
-        "rope_traditional": _OFF,
-        "no_rope_layers": (),
-        "no_rope_layer_interval": (),
-        "use_mrope": _OFF,
-        "alibi": _OFF,
-        "use_bidirectional_attention": _OFF,
-        "clip_qkv": (),
-        "qk_layernorm": _OFF,
-        "attention_multiplier": (),
-        "query_pre_attn_scalar": (),
-        "attn_logit_softcapping": (),
-        "attn_temperature_tuning": _OFF,
-        "llama_4_scaling": (),
-        "elementwise_attn_output_gate": _OFF,
-        "headwise_attn_output_gate": _OFF,
-        "attn_output_gate": _OFF,
-        "num_kv_shared_layers": _NONE,
-        # biases
-        "attention_out_bias": _OFF,
-        "lm_head_bias": _OFF,
-        "use_bias": _OFF,
-        "bias": _OFF,
-        # mixture of experts
-        "num_experts": _NONE,
-        "num_local_experts": _NONE,
-        "num_experts_per_tok": _NONE,
-        "n_routed_experts": _NONE,
-        "n_shared_experts": _NONE,
-        "moe_num_experts": _NONE,
-        "moe_intermediate_size": _NONE,
-        "shared_expert_intermediate_size": _NONE,
-        # scales
-        "logit_scale": _ONE,
-        "logits_scaling": _ONE,
-        "residual_multiplier": _ONE,
-        "embedding_multiplier": _ONE,
-        "lm_head_multiplier": _ONE,
-        "scale_emb": _ONE,
-        "scale_depth": (),
-        "dim_model_base": (),
-        "final_logit_softcapping": (),
-        "parallel_residual": _OFF,
-        "use_parallel_residual": _OFF,
-    }
-)
-"""Fields of other models, which transformers' classes of these families do not read -> the values that ask for
-nothing."""
 
 _CODE: Final = "auto_map"
 _OWN_CODE: Final = ("AutoModel", "AutoConfig")
@@ -220,7 +142,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     fields = _Fields(name, "", config)
     rules = _FAMILIES[fields.choice("model_type", _FAMILIES)]
     _check_architecture(fields, rules)
-    fields.check_neutral({**_NEUTRAL, **dict.fromkeys(rules.biases, _OFF)})
+    fields.check_neutral({**NEUTRAL, **dict.fromkeys(rules.biases, OFF)})
     _check_code(fields)
     read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
@@ -297,7 +219,7 @@ class _Fields:
         value = self.values.get(field)
         return value is None or any(_same(value, option) for option in neutral)
 
-    def check_neutral(self, neutral: _Neutral) -> None:
+    def check_neutral(self, neutral: Neutral) -> None:
         for field, allowed in neutral.items():
             if not self.asks_nothing(field, allowed):
                 raise self.refusal(field, " or ".join([*map(_shown, allowed), "absent"]))
@@ -309,10 +231,10 @@ def _check_architecture(fields: _Fields, rules: _FamilyRules) -> None:
         raise fields.refusal("architectures", f'["{rules.architecture}"]')
 
 
-def _fixed(rules: _FamilyRules) -> _Neutral:
+def _fixed(rules: _FamilyRules) -> Neutral:
     """Biases and q/k norms that the family's code has or has not, whatever these fields say -> what it has."""
     bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
-    fixed = {"attention_bias": bias, "mlp_bias": _OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
+    fixed = {"attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
     return {field: value for field, value in fixed.items() if field not in rules.biases}
 
 
@@ -395,7 +317,7 @@ def _rope_scaling(section: _Fields) -> RopeScaling | None:
         if field not in _ROPE_TYPES[kinds[0]] and value is not None:
             fact = f"{section.prefix}{_key(field)} is {_shown(value)}"
             raise UnsupportedModelError(f"{section.source}: {fact}; supported: absent with rope_type {kinds[0]}")
-    section.check_neutral({"partial_rotary_factor": _ONE})
+    section.check_neutral({"partial_rotary_factor": ONE})
     if kinds[0] == "default":
         return None
     low, high = section.positive_float("low_freq_factor"), section.positive_float("high_freq_factor")

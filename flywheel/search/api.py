@@ -12,7 +12,7 @@ from flywheel.decode.notes import Note, notes_of_defaults
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import fetch_model, resolve_model
-from flywheel.search.campaign import Progress
+from flywheel.search.campaign import CampaignResult, Progress
 from flywheel.search.run import Start, run_search
 from flywheel.search.spec import DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
 from flywheel.search.trials.device import default_gpu
@@ -99,10 +99,7 @@ def search(
     if name is not None:
         check_name("search", name)
     asked = {"gpu": gpu, "context": context}
-    gpu = default_gpu("search") if gpu is None else gpu
-    model = fetch_model(model, measure != "predict", lambda line: None)
-    context = default_context(resolve_model(model)) if context is None else context
-    notes = notes_of_defaults({"gpu": gpu, "context": context}, asked)
+    model, gpu, context = _settled(model, gpu, context, measure)
     method = {"sampler": sampler, "seed": seed, "seeds": seeds, "warm": warm}
     chosen: dict[str, Any] = {option: value for option, value in method.items() if value is not None}
     spec = CampaignSpec(
@@ -116,9 +113,18 @@ def search(
     result = run_search(
         spec, str(store), fresh=fresh, given=chosen.keys(), announce=started.append, watch=watch or (lambda _: None)
     )
+    notes = notes_of_defaults({"gpu": gpu, "context": context}, asked)
+    return _found(result, str(store), (*notes, *started[0].notes))
+
+
+def _settled(model: str, gpu: str | None, context: int | None, measure: str) -> tuple[str, str, int]:
+    gpu = default_gpu("search") if gpu is None else gpu
+    model = fetch_model(model, measure != "predict", lambda line: None)
+    return model, gpu, default_context(resolve_model(model)) if context is None else context
+
+
+def _found(result: CampaignResult, store: str, notes: tuple[Note, ...]) -> SearchResult:
     best = result.best
     config = None if best is None else config_from_dict(json.loads(best.config))
     counts = result.outcomes, result.trials, result.new_trials, result.elapsed_s
-    return SearchResult(
-        result.name, str(store), best, config, *counts, result.stopped, result.tied, (*notes, *started[0].notes)
-    )
+    return SearchResult(result.name, store, best, config, *counts, result.stopped, result.tied, notes)

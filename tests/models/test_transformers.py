@@ -14,8 +14,9 @@ from flywheel.decode.source import open_source
 from flywheel.errors import UnsupportedModelError
 from flywheel.ir import DType
 from flywheel.models.checkpoint import load_weights
+from flywheel.models.config_fields import FOREIGN
 from flywheel.models.eager import EagerDecoder
-from flywheel.models.hf import FOREIGN, foreign_fields, load_spec, spec_from_config
+from flywheel.models.hf import foreign_fields, load_spec, spec_from_config
 from flywheel.models.quantise import matrix_of
 from flywheel.models.weights import checkpoint_tensors
 

@@ -32,7 +32,7 @@ ASK = Ask(-1, (1, 2), None, 150, Sampling(1.0), (), True)
 class Endless:
     """A decoder, and its answers, which never end."""
 
-    name, schedule, context, max_sequences = "m", "none", 8, 1
+    name, schedule, context, max_sequences, notes = "m", "none", 8, 1, ()
     prompt_tokens, finish, reused_tokens = 2, None, 0
 
     def __enter__(self) -> Self:
