@@ -27,8 +27,17 @@ from flywheel.vm.trace_abi import Anchor, Stamp, Tie
 
 __all__ = ["LoadedProgram", "ResidentWeights"]
 
-GRACE_S: Final = 2.0
-"""Wall seconds that launches may take to see the abort flag and to end."""
+_GRACE_S: Final = 2.0
+"""Wall seconds that a launch may take to see the abort flag and to end."""
+_QUEUED_S: Final = 0.1
+"""Wall seconds more for each launch queued behind it. A launch that waits for nothing does not look at the flag; the
+slowest take a sixth of this, and several programs may be queued in turn."""
+
+
+def grace_s(queued: int) -> float:
+    """Wall seconds that `queued` launches may take to end after they were told to."""
+    return _GRACE_S + _QUEUED_S * max(0, queued - 1)
+
 
 _POISON: Final = 0xFF
 """A float of any type whose bytes all have this value is a NaN."""
@@ -74,6 +83,7 @@ class LoadedProgram:
             default=0,
         )  # fmt: skip
         self._owned: list[Memory] = []
+        self.queued = 0  # launches since the last that was waited for
         with ExitStack() as undo:
             undo.callback(self.close)
             self._arena = self._take(packed.arena.nbytes + packed.arena.awaited_bytes)
@@ -195,6 +205,7 @@ class LoadedProgram:
         if self._program is None:
             raise ConfigError("program: one of several GPUs, which are not connected")
         self._launches += 1
+        self.queued += 1
         self.gpu.launch(
             self.kernel.megakernel,
             self._grid,
@@ -259,12 +270,14 @@ class LoadedProgram:
         """
         if not self.gpu.wait(event, limit_s):
             self._stop(self.gpu.record(), limit_s)
+        self.queued = 0
 
     def _stop(self, done: Any, limit_s: float) -> None:
         self.gpu.abort_flag.value = 1
-        if not self.gpu.wait(done, GRACE_S):
+        grace, self.queued = grace_s(self.queued), 0
+        if not self.gpu.wait(done, grace):
             self.gpu.broken = True
-            raise GpuFaultError(f"launch: not over after {limit_s:g} s, nor {GRACE_S:g} s after it was told to stop")
+            raise GpuFaultError(f"launch: not over after {limit_s:g} s, nor {grace:g} s after it was told to stop")
         self.gpu.abort_flag.value = 0
         report = self.read_report()
         self.reset()

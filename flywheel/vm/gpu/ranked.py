@@ -15,7 +15,7 @@ from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, Tens
 from flywheel.ir import BufferKind
 from flywheel.vm.abi import Fault
 from flywheel.vm.gpu.driver import Gpu, Memory
-from flywheel.vm.gpu.loader import GRACE_S, POSITIONS, LoadedProgram
+from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram, grace_s
 
 _POSITION_BYTES: Final = 4
 
@@ -149,10 +149,16 @@ class RankedProgram:
         """Wait until the first GPU's stream passes an event of its `Gpu.record`. Raises as `sync` does."""
         if not self.gpu.wait(event, limit_s):
             self._stop(limit_s)
+        self._nothing_queued()
+
+    def _nothing_queued(self) -> None:
+        for each in self.parts:
+            each.queued = 0
 
     def _stop(self, limit_s: float) -> None:
+        grace = grace_s(self.parts[0].queued)
         if not self._end():
-            raise GpuFaultError(f"launch: not over after {limit_s:g} s, nor {GRACE_S:g} s after it was told to stop")
+            raise GpuFaultError(f"launch: not over after {limit_s:g} s, nor {grace:g} s after it was told to stop")
         self._check_inputs()
         culprits = [f"rank {rank}: {each.culprit(each.read_report())}" for rank, each in enumerate(self.parts)]
         self._reset()
@@ -163,12 +169,13 @@ class RankedProgram:
 
         Where they did not, and where one GPU raises GpuFaultError, all GPUs are broken.
         """
-        gpus = [each.gpu for each in self.parts]
+        gpus, grace = [each.gpu for each in self.parts], grace_s(self.parts[0].queued)
+        self._nothing_queued()
         for gpu in gpus:
             gpu.abort_flag.value = 1
         over = False
         try:
-            over = all(gpu.wait(gpu.record(), GRACE_S) for gpu in gpus)
+            over = all(gpu.wait(gpu.record(), grace) for gpu in gpus)
         finally:
             for gpu in gpus:
                 if over:

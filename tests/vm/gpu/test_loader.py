@@ -383,6 +383,27 @@ def test_a_launch_that_cannot_be_stopped_breaks_the_gpu(rig: Rig) -> None:
         assert rig.gpu.abort_flag.value == 1
 
 
+def test_three_hundred_queued_launches_of_a_slow_model_are_no_fault_of_the_gpu(rig: Rig) -> None:
+    rig.gpu.wait = lambda event, limit_s: 0.016 * len(rig.gpu.launched) <= limit_s  # told to end or not
+    with rig.load(rig.pack()) as loaded:
+        for _ in range(300):
+            loaded.launch()
+        with pytest.raises(LaunchTimeoutError):
+            loaded.sync(0.5)
+        assert not rig.gpu.broken
+
+
+def test_only_launches_that_nobody_has_waited_for_are_queued(rig: Rig) -> None:
+    with rig.load(rig.pack()) as loaded:
+        for _ in range(3):
+            loaded.launch()
+        loaded.sync(0.5)
+        loaded.launch()
+        rig.gpu.waits = [False, False]
+        with pytest.raises(GpuFaultError, match="nor 2 s after it was told to stop"):
+            loaded.sync(0.5)
+
+
 def test_a_token_beyond_its_table_is_reported_once(rig: Rig, megakernel: Kernel) -> None:
     packed = rig.pack()
     with rig.load(packed) as loaded:
