@@ -25,18 +25,12 @@ def is_compiled() -> bool:
 
 def _is_stored(source: Path, function: str) -> bool:
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    stored = _folder(source).glob(f"{source.stem}.{function}-*.{python}{sys.abiflags}.nbi")
     try:
-        return any(_is_of(index, source) for index in stored)
-    except OSError:
+        folder, digest = _folder(source), sha256(source.read_bytes()).hexdigest()
+        stored = folder.glob(f"{source.stem}.{function}-*.{python}{sys.abiflags}.*.code")
+        return any(digest.encode() in file.read_bytes() for file in stored)
+    except (OSError, RuntimeError):  # RuntimeError: no home
         return False
-
-
-def _is_of(index: Path, source: Path) -> bool:
-    """Whether numba wrote `index` for this source: it is newer, or has the digest of the same text."""
-    if index.stat().st_mtime >= source.stat().st_mtime:
-        return True
-    return sha256(source.read_bytes()).digest() in index.read_bytes()
 
 
 def _folder(source: Path) -> Path:

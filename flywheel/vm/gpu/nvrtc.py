@@ -8,7 +8,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from flywheel.errors import ConfigError, KernelCompileError
 from flywheel.installing import install_line
 from flywheel.ir import COMPUTE_DTYPES, DType
 from flywheel.plan.variant import WARP
+from flywheel.sealed import seal, unseal, write_whole
 from flywheel.vm.gpu.sources import SOURCES, source_digest
 
 _IMPORTING: Final = Lock()  # two threads that import cuda.core 1.2 at once see it half initialised
@@ -162,7 +162,11 @@ def compile_unit(
 def default_cache_dir() -> Path:
     """`flywheel/kernels` in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "flywheel" / "kernels"
+    try:
+        cache = Path(home) if home else Path.home() / ".cache"
+    except RuntimeError:  # this user has no home
+        cache = Path(os.devnull)  # where nothing can be kept
+    return cache / "flywheel" / "kernels"
 
 
 def read_usage(log: str) -> Mapping[str, EntryUsage]:
@@ -244,10 +248,10 @@ def _read(entry: Path) -> tuple[str, bytes] | None:
         with entry.open("rb") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid() or entry.parent.stat().st_mode & stat.S_IWOTH:
                 return None
-            digest, _, rest = file.read().partition(b"\n")
+            rest = unseal(file.read())
     except OSError:
         return None
-    if digest.decode("ascii", "replace") != hashlib.sha256(rest).hexdigest():
+    if rest is None:
         return None
     log, _, cubin = rest.partition(b"\0")
     return log.decode(), cubin
@@ -258,12 +262,4 @@ def _write(entry: Path, log: str, cubin: bytes) -> None:
     rest = log.encode() + b"\0" + cubin
     with suppress(OSError):
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=entry.parent, prefix=f"{entry.name}.", delete=False) as file:
-            unfinished = Path(file.name)
-            try:
-                file.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
-                file.close()
-                unfinished.replace(entry)
-            except OSError:
-                unfinished.unlink(missing_ok=True)
-                raise
+        write_whole(entry, seal(rest))

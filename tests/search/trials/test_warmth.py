@@ -28,8 +28,9 @@ def test_the_cache_is_where_numba_writes_it_and_is_of_the_text_not_of_its_time(
     package, stored = tmp_path / "pack", tmp_path / "stored"
     package.mkdir()
     source = package / "small.py"
-    source.write_text("import numba\n\n\n@numba.njit(cache=True)\ndef once(n):\n    return n + 1\n")
-    environ = {**os.environ, "NUMBA_CACHE_DIR": str(stored), "PYTHONPATH": str(package)}
+    source.write_text("from flywheel.compiled import bare\n\n\n@bare\ndef once(n):\n    return n + 1\n")
+    path = f"{package}{os.pathsep}{Path(__file__).parents[3]}"
+    environ = {**os.environ, "NUMBA_CACHE_DIR": str(stored), "PYTHONPATH": path}
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(stored))
     assert not warmth._is_stored(source, "once")
     subprocess.run([sys.executable, "-c", "import small; small.once(1)"], env=environ, check=True, timeout=200)
