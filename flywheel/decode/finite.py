@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from types import MappingProxyType
 from typing import Final
 
@@ -22,6 +23,9 @@ from flywheel.tensors import TORCH_DTYPES, first_not_finite
 _CHUNK: Final = 128
 """Tokens of a text that are computed at a time, to limit the memory of scores."""
 
+_LIMIT_S: Final = 20.0
+"""Time after which no further chunk is begun: other sequences wait, and a server watches its decoding process."""
+
 _WEIGHTS: Final = MappingProxyType(
     {
         "q": "q_proj", "k": "k_proj", "v": "v_proj", "attn_out": "o_proj", "gate": "gate_proj", "up": "up_proj",
@@ -34,8 +38,8 @@ _WEIGHTS: Final = MappingProxyType(
 def explain_text(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
     """An `Explain` of `made` by the weights, and by the oracle's tensors over the text, each rounded to `dtype`.
 
-    It takes as long as reading the text as a prompt. It is empty where there is no memory for it, and for
-    WeightsOnRequest, which take minutes to make.
+    It takes about as long as reading the text as a prompt. It is empty where that takes longer than _LIMIT_S, where
+    there is no memory for it, and for WeightsOnRequest, which take minutes to make.
     """
     if isinstance(weights, WeightsOnRequest):
         return ""
@@ -56,8 +60,10 @@ def _bad_weight(weights: Mapping[str, Tensor]) -> str:
 
 def _first_tensor(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
     own = OracleWeights(spec, weights, TORCH_DTYPES[dtype], next(iter(weights.values())).device)
-    watching = _Watching(own)
+    watching, end = _Watching(own), monotonic() + _LIMIT_S
     for start in range(0, len(text), _CHUNK):
+        if monotonic() > end:
+            return ""
         tokens = torch.tensor(text[start : start + _CHUNK], device=own.device)
         watching.start = start
         run_forced(own, tokens[:, None], torch.arange(start, start + len(tokens), device=own.device), watching)

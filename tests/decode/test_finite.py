@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, inf, nan
 from flywheel.decode.agreement import agreement
 from flywheel.decode.choices import Choices, choose
 from flywheel.decode.drawn import draw, logprobs_of
+from flywheel.decode.finite import _Watching, explain_text
 from flywheel.decode.generate import generate
 from flywheel.decode.judge import Judge
 from flywheel.decode.logprobs import read_row, report
@@ -34,6 +36,7 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import judge
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder, OracleWeights
+from flywheel.models.forced import run_forced
 from flywheel.models.formats import parse_formats
 from flywheel.models.packing import write_checkpoint
 from flywheel.models.spec import DecoderSpec
@@ -340,3 +343,44 @@ def test_a_quantised_copy_of_a_model_is_not_written_of_weights_that_are_not_fini
     with pytest.raises(WeightsError, match=rf"^tensor '{key}': nan at \[3\]"):
         write_checkpoint(tmp_path, {}, SPEC, weights, parse_formats("int8", "bf16"), DType.BF16)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_search_for_the_first_tensor_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of(overflowing(WEIGHTS, torch.float32))
+    assert "mlp_out" in session.explain(PROMPT)
+    monkeypatch.setattr("flywheel.decode.finite._LIMIT_S", -1.0)
+    assert session.explain(PROMPT) == ""
+
+
+def test_the_first_position_of_a_long_text_is_named_and_later_ones_see_earlier_ones() -> None:
+    deep = replace(SPEC, max_position=400)
+    weights = random_weights(deep, 1, torch.float32)
+    text = [token % 60 for token in range(300)]
+    own = OracleWeights(deep, weights, torch.float32)
+    watching = _Watching(own)
+    for start in range(0, 300, 100):
+        watching.start = start
+        logits = run_watched(own, watching, text[start : start + 100], start)
+    wanted = EagerDecoder(deep, weights, torch.float32, 400).prefill(text)
+    assert watching.found is None
+    assert torch.allclose(logits[-1], wanted, rtol=1e-3, atol=1e-3)
+    halves = {key: each.half() for key, each in {**weights, DOWN: weights[DOWN] * 1e6}.items()}
+    assert explain_text(deep, halves, DType.F16, text) == "; the oracle's tensors are all finite"
+    halves[EMBED][61] = 6.4e4
+    told = explain_text(deep, halves, DType.F16, [*text[:200], 61, *text[:99]])
+    assert told == "; first in layer 0, x_out: inf in float16, at position 200"
+
+
+def run_watched(own: OracleWeights, watching: _Watching, text: list[int], start: int) -> Tensor:
+    """The logits of a chunk of a text, as the search for the first tensor computes them."""
+    found: list[Tensor] = []
+    take = watching.take
+
+    def keep(names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
+        if names == ("logits",):
+            found.append(made[0])
+        return take(names, made, parts)
+
+    hand: Any = SimpleNamespace(groups=watching.groups, given=watching.given, take=keep, past=watching.past)
+    run_forced(own, torch.tensor(text)[:, None], torch.arange(start, start + len(text)), hand)
+    return found[0]

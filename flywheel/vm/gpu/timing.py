@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from flywheel.errors import NonFiniteError
 from flywheel.measure.dismissal import STAGES, is_dismissed
 from flywheel.measure.latency import GpuState, L2State, MeasuredLatency
 from flywheel.vm.gpu.driver import Gpu
@@ -127,7 +128,10 @@ def time_batch(
 
 
 def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "clean") -> MeasuredLatency:
-    """The latency that samples in us give."""
+    """The latency that samples in us give. Raises NonFiniteError for a sample that is not finite, which percentiles may
+    hide."""
+    if not np.isfinite(samples_us).all():
+        raise NonFiniteError(f"latency: one of {len(samples_us)} samples is not finite")
     p10, median, p90 = (float(value) for value in np.percentile(samples_us, (10, 50, 90)))
     return MeasuredLatency(median, p10, p90, len(samples_us), warmup, l2)
 

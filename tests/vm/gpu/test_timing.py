@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from math import inf, nan
 from typing import Any
 
 import pytest
 
+from flywheel.errors import NonFiniteError
 from flywheel.measure.dismissal import HOPELESS
 from flywheel.measure.latency import GpuState
 from flywheel.vm.gpu import timing
@@ -189,3 +191,9 @@ def test_the_flushing_memory_is_given_back_when_a_launch_fails(host_gpu: Any) ->
 def test_a_program_without_a_rival_is_sampled_to_the_end(host_gpu: Any) -> None:
     alone: Any = Loaded(host_gpu, 100.0)
     assert [len(found) for found in time_in_turn([alone], None, samples=10, warmup=2)] == [10]
+
+
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+def test_a_sample_that_is_not_finite_is_refused_even_where_percentiles_hide_it(value: float) -> None:
+    with pytest.raises(NonFiniteError, match="one of 41 samples"):
+        summarise([500.0] * 40 + [value], 3)
