@@ -51,10 +51,9 @@ def text_of(folder: Path, name: str) -> str | None:
         raise TokenizerError(file, f"cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
-def object_of(folder: Path, name: str, text: str | None = None) -> dict[str, Any] | None:
-    """The JSON object in a file, whose `text` may be known already; None where there is no file. Raises
-    TokenizerError."""
-    text = text_of(folder, name) if text is None else text
+def object_of(folder: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no file. Raises TokenizerError."""
+    text = text_of(folder, name)
     if text is None:
         return None
     try:

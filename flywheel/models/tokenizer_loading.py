@@ -38,6 +38,7 @@ Token = str | AddedToken
 _Given = dict[str, Any]
 
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DECODER: Final = "added_tokens_decoder"
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _SIDES: Final = ("padding_side", "truncation_side")
 _SIZES: Final = ("model_max_length", "max_len")
@@ -74,13 +75,14 @@ def load(folder: Path) -> Loaded:
     """The tokenizer of a checkpoint's directory. Raises TokenizerError, and what the library raises for a
     tokenizer.json."""
     text = text_of(folder, TOKENIZER) or ""
-    document = object_of(folder, TOKENIZER, text) or {}
     settings = object_of(folder, SETTINGS) or {}
     _check_settings(folder, settings)
     templates = read_templates(folder, settings)
-    given, added = _tokens(folder, settings, document)
     made = _rebuilt_class(folder, settings, text)
-    fast = _as_saved(folder, document, text) if made is None else _rebuilt(folder, made, given, document)
+    alone = made is None and _DECODER in settings  # then only the library reads tokenizer.json, which is quick
+    document = {} if alone else _document(folder, text)
+    given, added = _tokens(folder, settings, document)
+    fast = _as_saved(folder, text) if made is None else _rebuilt(folder, made, given, document)
     if fast.padding is not None:  # a saved call's token counts all the same
         given.setdefault("pad_token", fast.padding["pad_token"])
     fast.no_truncation()
@@ -120,11 +122,24 @@ _FIELDS: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
 """(field of tokenizer_config.json, whether a value may stay, what is wrong with others)."""
 
 
-def _as_saved(folder: Path, document: _Given, text: str) -> Tokenizer:
+def _document(folder: Path, text: str) -> _Given:
+    """The content of tokenizer.json. Unlike `parse_json`, this does not look for names that come twice: it would take
+    twice as long, and the library looks."""
+    try:
+        found = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise TokenizerError(folder / TOKENIZER, f"is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(folder / TOKENIZER, "is not a JSON object")
+    return found
+
+
+def _as_saved(folder: Path, text: str) -> Tokenizer:
     """The tokenizer of tokenizer.json."""
-    if _object(document, "model").get("dropout"):
+    fast = Tokenizer.from_str(text)
+    if getattr(fast.model, "dropout", None):
         raise TokenizerError(folder / TOKENIZER, "model.dropout: is not 0, so a text has other tokens each time")
-    return Tokenizer.from_str(text)
+    return fast
 
 
 def _object(document: Mapping[str, Any], field: str) -> Mapping[str, Any]:
@@ -164,9 +179,9 @@ def _tokens(folder: Path, settings: _Given, document: _Given) -> tuple[_Given, d
         given["model_specific_special_tokens"] = own
     added: dict[int, AddedToken] = {}
     texts: dict[str, AddedToken] = {}
-    if "added_tokens_decoder" in given:
-        for number, token in _pairs(file, "added_tokens_decoder", given["added_tokens_decoder"]):
-            field = f"added_tokens_decoder.{number[:60]}"
+    if _DECODER in given:
+        for number, token in _pairs(file, _DECODER, given[_DECODER]):
+            field = f"{_DECODER}.{number[:60]}"
             try:
                 place = int(number)
             except ValueError:
