@@ -35,6 +35,9 @@ LIMIT_S: Final = 30.0
 """Longest that reading a tokenizer, encoding a prompt or decoding a text may take."""
 
 
+_ANEW: Final = "its tokenizer_class splits texts otherwise than its tokenizer.json, as in transformers 5"
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint's directory. It runs in a process of its own until `close`, since a file can make
     the library panic, take all memory or match a pattern for hours.
@@ -49,8 +52,11 @@ class Tokenizer:
         if not has_tokenizer(folder):
             raise UsageError(f"{str(folder)!r} has no {TOKENIZER}, which a text prompt needs; give token ids instead")
         self._process: subprocess.Popen[bytes] | None = None
-        self.end_id: Final = self._begin()
+        found = self._begin()
+        self.end_id: Final[int | None] = found["end_id"]
         """The id of its end-of-text token; None where it has none."""
+        self.note: Final = _ANEW if found["anew"] else None
+        """What users should know of it."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,8 +73,8 @@ class Tokenizer:
             self._process.communicate()
             self._process = None
 
-    def _begin(self) -> int | None:
-        """Start a process and let it read the files. Returns the id of the end-of-text token."""
+    def _begin(self) -> Any:
+        """Start a process and let it read the files. Returns what it says of them."""
         words = [sys.executable, "-P", "-m", "flywheel.models.tokenizing", str(os.getpid())]
 
         def start() -> subprocess.Popen[bytes]:
@@ -81,8 +87,7 @@ class Tokenizer:
             self._process = start_child(start)
         except OSError as error:
             raise self._failure(f"its tokenizer's process cannot be started: {error.strerror or error}") from None
-        end_id: int | None = self._tell({"open": str(self._folder)})
-        return end_id
+        return self._tell({"open": str(self._folder)})
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the model expects around it. Raises RequestError for half

@@ -5,8 +5,8 @@ pre-tokenizer and decoder anew around its vocabulary. Special and added tokens o
 Truncation and padding that were saved belong to somebody's call, and are reset. A stranger's files, so this runs in the
 tokenizer's process.
 
-Source: huggingface/transformers, `models/auto/tokenization_auto.py`, `tokenization_utils_base.py` (`_from_pretrained`),
-`tokenization_utils_tokenizers.py` and `models/{llama,qwen2,gpt2}/tokenization_*.py`, release 5.
+Source: huggingface/transformers, `tokenization_utils_base.py` (`_from_pretrained`) and
+`tokenization_utils_tokenizers.py`, release 5.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from flywheel.errors import TokenizerError
+from flywheel.models.tokenizer_classes import rebuild, rebuilt_class
 from flywheel.models.tokenizer_files import (
     ADDED,
-    MODEL,
     SETTINGS,
     SPECIAL,
     TOKENIZER,
@@ -45,10 +44,6 @@ _SIZES: Final = ("model_max_length", "max_len")
 _ENDS: Final = ("add_bos_token", "add_eos_token")
 """Fields that transformers leaves to the post-processor of tokenizer.json."""
 _CLEAN_BPE: Final = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-_KINDS: Final = (None, "", "llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` whose tokenizer classes are known here."""
-_PLAIN: Final = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
-"""Names of `tokenizer_class`, without "Fast", that take tokenizer.json as it is."""
 _UNKNOWN: Final = (
     "init_inputs", "fast_tokenizer_files", "vocab", "merges", "tokenizer_object", "gguf_file", "post_processor",
     "tokenizer_padding", "tokenizer_truncation", "fix_mistral_regex", "trust_remote_code",
@@ -58,11 +53,13 @@ _UNKNOWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tokenizer. `special` are its special tokens by the names that templates know."""
+    """A tokenizer. `special` are its special tokens by the names that templates know. It may split texts `anew`,
+    otherwise than tokenizer.json says."""
 
     fast: Tokenizer
     special: Mapping[str, str]
     templates: Templates
+    anew: bool
 
     @property
     def end_id(self) -> int | None:
@@ -78,11 +75,11 @@ def load(folder: Path) -> Loaded:
     settings = object_of(folder, SETTINGS) or {}
     _check_settings(folder, settings)
     templates = read_templates(folder, settings)
-    made = _rebuilt_class(folder, settings, text)
+    made = rebuilt_class(folder, settings, text)
     alone = made is None and _DECODER in settings  # then only the library reads tokenizer.json, which is quick
     document = {} if alone else _document(folder, text)
     given, added = _tokens(folder, settings, document)
-    fast = _as_saved(folder, text) if made is None else _rebuilt(folder, made, given, document)
+    fast, anew = (_as_saved(folder, text), False) if made is None else rebuild(folder, made, given, document)
     if fast.padding is not None:  # a saved call's token counts all the same
         given.setdefault("pad_token", fast.padding["pad_token"])
     fast.no_truncation()
@@ -96,7 +93,7 @@ def load(folder: Path) -> Loaded:
         raise TokenizerError(
             folder / SETTINGS, "clean_up_tokenization_spaces: takes spaces from text that was shown already; set false"
         )
-    return Loaded(fast, {name: str(token) for name, token in named.items()}, templates)
+    return Loaded(fast, {name: str(token) for name, token in named.items()}, templates, anew)
 
 
 def _check_settings(folder: Path, settings: _Given) -> None:
@@ -140,11 +137,6 @@ def _as_saved(folder: Path, text: str) -> Tokenizer:
     if getattr(fast.model, "dropout", None):
         raise TokenizerError(folder / TOKENIZER, "model.dropout: is not 0, so a text has other tokens each time")
     return fast
-
-
-def _object(document: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    found = document.get(field)
-    return found if isinstance(found, dict) else {}
 
 
 def _token(file: Path, field: str, given: object, marked: bool = True) -> Token:
@@ -304,111 +296,3 @@ def _add(fast: Tokenizer, added: Mapping[int, AddedToken], named: Mapping[str, T
     for each in made:
         each.special = each.special or str(each) in special
     fast.add_tokens(made)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rebuilt:
-    """A class that builds its tokenizer anew: its special tokens where the settings have none."""
-
-    build: Callable[[_Given, BPE], Tokenizer]
-    model: Mapping[str, Any]
-    defaults: Mapping[str, str | None]
-    adds_again: bool = False
-    space: bool | None = None  # add_prefix_space where the settings do not say; null is not allowed beside False
-
-
-def _rebuilt_class(folder: Path, settings: _Given, text: str) -> _Rebuilt | None:
-    """The class that transformers takes for this model and `tokenizer_class`, if it is not tokenizer.json's own. Raises
-    TokenizerError for a class that flywheel does not have."""
-    config = object_of(folder, MODEL) or {}
-    kind = config.get("model_type")
-    file = folder / (SETTINGS if settings.get("tokenizer_class") else MODEL)
-    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    if name is not None and not isinstance(name, str):
-        raise TokenizerError(file, "tokenizer_class: is no name")
-    if kind not in _KINDS:
-        raise TokenizerError(folder / MODEL, f"model_type: {str(kind)[:60]!r} has a tokenizer that is not known")
-    if kind == "mistral":
-        return None
-    bare = (name or "").removesuffix("Fast")
-    if kind == "qwen2" or (kind == "qwen3" and not bare):
-        return _REBUILT["Qwen2Tokenizer"]
-    if not bare or bare in _PLAIN or (bare == "LlamaTokenizer" and '"ByteLevel"' in text):
-        return None
-    if bare not in _REBUILT:
-        known = ", ".join((*_PLAIN, *_REBUILT))
-        raise TokenizerError(file, f"tokenizer_class: {bare[:60]!r} is none of {known}")
-    return _REBUILT[bare]
-
-
-def _rebuilt(folder: Path, made: _Rebuilt, given: _Given, document: _Given) -> Tokenizer:
-    """A tokenizer of the class, with the vocabulary, merges, post-processor and padding of tokenizer.json."""
-    model = _object(document, "model")
-    vocabulary, merges = model.get("vocab"), model.get("merges", [])
-    if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or not isinstance(merges, list):
-        raise TokenizerError(folder / TOKENIZER, "model: is no BPE, of which the tokenizer_class makes its tokenizer")
-    for field, absent in (("add_prefix_space", made.space), ("legacy", None)):
-        if not isinstance(given.get(field, absent), bool if field in given and absent is False else bool | None):
-            raise TokenizerError(folder / SETTINGS, f"{field}: is neither true nor false")
-    empty = {**document, "model": {**model, "vocab": {}, "merges": []}, "added_tokens": []}
-    shell = Tokenizer.from_str(json.dumps(empty))
-    pairs: list[Any] = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
-    fast = made.build(given, BPE(vocab=vocabulary, merges=pairs, dropout=None, **made.model))
-    if shell.post_processor is not None:
-        fast.post_processor = shell.post_processor
-    for name, text in made.defaults.items():
-        given.setdefault(name, text)
-    if shell.padding is not None:
-        given.setdefault("pad_token", shell.padding["pad_token"])
-    return fast
-
-
-def _llama(given: _Given, model: BPE) -> Tokenizer:
-    fast = Tokenizer(model)
-    spaced = given.get("add_prefix_space") in (True, None)
-    scheme = "never" if not spaced else "always" if given.get("legacy") else "first"
-    fast.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-    strip = [decoders.Strip(content=" ", left=1)] if spaced else []
-    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return fast
-
-
-_QWEN2_WORDS: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _qwen2(given: _Given, model: BPE) -> Tokenizer:
-    fast = Tokenizer(model)
-    fast.decoder = decoders.ByteLevel()
-    fast.normalizer = normalizers.NFC()
-    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated", invert=False)
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=bool(given.get("add_prefix_space")), use_regex=False)
-    fast.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
-    return fast
-
-
-def _gpt2(given: _Given, model: BPE) -> Tokenizer:
-    fast = Tokenizer(model)
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(given.get("add_prefix_space")))
-    fast.decoder = decoders.ByteLevel()
-    return fast
-
-
-_END: Final = "<|endoftext|>"
-_REBUILT: Final[Mapping[str, _Rebuilt]] = MappingProxyType(
-    {
-        "LlamaTokenizer": _Rebuilt(
-            _llama, {"fuse_unk": True, "byte_fallback": True},
-            {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-        ),
-        "Qwen2Tokenizer": _Rebuilt(
-            _qwen2, {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False},
-            {"unk_token": _END, "eos_token": _END, "pad_token": _END}, adds_again=True,
-        ),
-        "GPT2Tokenizer": _Rebuilt(
-            _gpt2, {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False},
-            {"unk_token": _END, "bos_token": _END, "eos_token": _END}, space=False,
-        ),
-    }
-)  # fmt: skip

@@ -48,7 +48,7 @@ def main() -> None:
         try:
             if loaded is None:
                 loaded = load(Path(request["open"]))
-                _answer(answers, done=loaded.end_id)
+                _answer(answers, done={"end_id": loaded.end_id, "anew": loaded.anew})
             else:
                 _answer(answers, done=done(loaded, request))
         except RequestError as error:
