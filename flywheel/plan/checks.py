@@ -26,7 +26,6 @@ from flywheel.plan.step import (
     look,
     names_columns,
 )
-from flywheel.plan.variant import KernelVariant
 
 _K = InstructionKind
 
@@ -94,23 +93,24 @@ def check_count(steps: Sequence[Step]) -> None:
         raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
 
 
-def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:
-    """Check that every step has a kernel for its operands."""
+def check_steps(steps: Sequence[Step], form: Form, dtype: DType, vector_warps: int, ranked: bool) -> None:
+    """Check that every step has a kernel for its operands, in a block of so many vector warps; `ranked` kernels are for
+    several GPUs."""
     for index, step in enumerate(steps):
-        if step.op not in KERNELS or (step.op in RANKED and not variant.ranked):
+        if step.op not in KERNELS or (step.op in RANKED and not ranked):
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
         args = [look(ref, steps[:index], form) for ref in step.args]
         try:
             _check_types(step, args, form, dtype)
             _check_sizes([*args, step.result])
-            if not (variant.ranked and (is_push(steps, form) or step.op is _K.ALLREDUCE_SHARD)):
+            if not (ranked and (is_push(steps, form) or step.op is _K.ALLREDUCE_SHARD)):
                 _check_rows(step, args, form)
             if step.op is _K.ALLREDUCE_SHARD:
                 _check_sum(step, args, form)
             if step.matrix:
                 _check_matrix(step, args, form, dtype)
             elif step.op is _K.ATTENTION_TILE:
-                _check_attention(step, variant)
+                _check_attention(step, vector_warps)
             elif step.op is _K.ROPE and 0 < len(step.params.keys() & set(_SCALING)) < len(_SCALING):
                 raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(_SCALING)}")
         except InvalidProgramError as error:
@@ -215,12 +215,12 @@ def _check_coded(coded: Coded, form: Form, dtype: DType) -> None:
             raise InvalidProgramError(f"the {name} of the matrix are no WEIGHT or CONST buffer")
 
 
-def _check_attention(step: Step, variant: KernelVariant) -> None:
+def _check_attention(step: Step, vector_warps: int) -> None:
     head_dim = step.params["head_dim"]
     if head_dim > MAX_HEAD_DIM:
         raise InvalidProgramError(f"head_dim={head_dim} is above {MAX_HEAD_DIM}")
-    needed = variant.vector_warps * (head_dim + 2) * 4
+    needed = vector_warps * (head_dim + 2) * 4
     if needed > WORK_BYTES:
         raise InvalidProgramError(
-            f"head_dim={head_dim} on {variant.vector_warps} vector warps takes {needed} bytes of {WORK_BYTES}"
+            f"head_dim={head_dim} on {vector_warps} vector warps takes {needed} bytes of {WORK_BYTES}"
         )

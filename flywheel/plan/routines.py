@@ -6,8 +6,10 @@ same words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -90,26 +92,27 @@ def refusal_of(program: MegakernelProgram) -> str | None:
 def _check(program: MegakernelProgram, variant: KernelVariant, planned: bool) -> None:
     """Hand-offs matter only to slices and to what GPUs send each other: other programs need no plan."""
     if not planned:
-        _routines(program, group_tasks(program.tasks), variant, 1)
+        _routines(program, group_tasks(program.tasks), variant, 1, None, _kept)
         return
     for plan in rank_plans(program) if program.ranks > 1 else (make_plan(program),):
-        routines_of(plan)
+        _routines(plan.program, plan.grouping, plan.variant, plan.x_slices, plan.part, _kept)
 
 
 def routines_of(plan: Plan) -> Routines:
     """The routines of a planned program. Raises InvalidProgramError, which names the task, if the kernels cannot run
     it."""
-    return _routines(plan.program, plan.grouping, plan.variant, plan.x_slices, plan.part)
+    return _routines(plan.program, plan.grouping, plan.variant, plan.x_slices, plan.part, _made)
 
 
 def _routines(
-    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, part: Part | None = None
-) -> Routines:
+    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, part: Part | None,
+    make: _Make,
+) -> Routines:  # fmt: skip
     buffers = program.buffers
     check_buffers(buffers)
     dtype = float_type(buffers, scale_buffers(grouping.firsts))
     nodes, forms = make_nodes(program, grouping)
-    routines, placements = _by_form(nodes, forms, dtype, variant, x_slices)
+    routines, placements = _by_form(nodes, forms, dtype, variant, x_slices, make)
     pass_blocks = _pass_blocks(routines, variant)
     coded = _coded_rows(nodes, routines, buffers)
     _check_loose(nodes, routines, buffers, coded)
@@ -121,23 +124,58 @@ def _routines(
 
 
 def _by_form(
-    nodes: Sequence[Node], forms: Sequence[Form], dtype: DType, variant: KernelVariant, x_slices: int
+    nodes: Sequence[Node], forms: Sequence[Form], dtype: DType, variant: KernelVariant, x_slices: int, make: _Make
 ) -> tuple[list[Routine], list[Placement]]:
     """Raises InvalidProgramError, which names the first task without a kernel."""
     firsts = {node.form: node.task for node in reversed(nodes)}
     routines, placements = [], []
     for number, form in enumerate(forms):
         try:
-            steps = steps_of(form)
-            check_steps(steps, form, dtype, variant)
-            check_count(steps)
-            routine = make_routine(steps, form, dtype, x_slices, variant.staged_bytes)
-            placements.append(place_values(routine, variant.staged_bytes))
+            routine, placed = make(
+                _Asked(form, _key(form), dtype, variant.vector_warps, variant.ranked, variant.staged_bytes, x_slices)
+            )
         except InvalidProgramError as error:
             task = firsts[number]
             raise InvalidProgramError(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
         routines.append(routine)
+        placements.append(placed)
     return routines, placements
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """All that a form's routine depends on. Forms of equal `key` are equal; a form itself cannot be hashed."""
+
+    form: Form = field(compare=False)
+    key: Hashable
+    dtype: DType
+    vector_warps: int
+    ranked: bool
+    staged_bytes: int
+    x_slices: int
+
+
+def _key(form: Form) -> Hashable:
+    recipe = None if form.recipe is None else json.dumps(form.recipe)
+    own = tuple(sorted(form.own.items()))
+    return form.op, recipe, own, form.given, form.kv_rows, form.inputs, form.outputs, form.written, form.widest
+
+
+_Make = Callable[[_Asked], tuple[Routine, Placement]]
+
+
+def _made(asked: _Asked) -> tuple[Routine, Placement]:
+    """The routine of a form and the places of its values. Raises InvalidProgramError."""
+    form, dtype = asked.form, asked.dtype
+    steps = steps_of(form)
+    check_steps(steps, form, dtype, asked.vector_warps, asked.ranked)
+    check_count(steps)
+    routine = make_routine(steps, form, dtype, asked.x_slices, asked.staged_bytes)
+    return routine, place_values(routine, asked.staged_bytes)
+
+
+_kept: Final[_Make] = lru_cache(maxsize=1024)(_made)
+"""As `_made`, once for equal forms: the schedules of a search share most of theirs."""
 
 
 def _pass_blocks(routines: Sequence[Routine], variant: KernelVariant) -> int:
