@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def finals(table: Path) -> list[TrialRecord]:
-    """The rows of a table that a final measured and found right."""
+    """The rows of a table that a final measured on a quiet GPU and found right."""
     header, *lines = table.read_text(encoding="utf-8").splitlines(keepends=True)
     columns = header.rstrip("\n").split("\t")
     at = {name: columns.index(name) for name in ("campaign", "source", "outcome")}
@@ -56,7 +56,7 @@ def finals(table: Path) -> list[TrialRecord]:
         cells = line.rstrip("\n").split("\t")
         if (cells[at["source"]], cells[at["outcome"]]) == ("final", "measured"):
             kept += from_tsv(header + line, None if "batch" in columns else batch_of(cells[at["campaign"]]))
-    return kept
+    return [record for record in kept if not record.is_doubtful]
 
 
 def batch_of(campaign: str) -> int:

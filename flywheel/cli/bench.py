@@ -43,6 +43,7 @@ from flywheel.ir import GpuTarget, MegakernelProgram
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import WeightFormats, parse_formats, weights_name
 from flywheel.store.schedule import Schedule
+from flywheel.vm.gpu.quiet import attendant
 
 if TYPE_CHECKING:
     from flywheel.decode.contestants import Contests
@@ -339,6 +340,7 @@ def _compete(
         raise click.exceptions.Exit(REJECTED)
     prepare_torch()
     gpu, *peers = open_gpus(work.ranks)
+    (quiet := attendant([each.pci_bus_id for each in (gpu, *peers)])).attend()
     _say(f"probing {gpu.name}")
     probed = probe(gpu)
     formats = parse_formats(work.weights or work.dtype, work.dtype)
@@ -347,6 +349,7 @@ def _compete(
     comparisons, origins = [], []
     for each in lowered:
         of = each.workload
+        quiet.attend()
         try:
             held = contests.hold(each.program, of.context, rivals, probed.read_gbs, plan, of.batch)
         except (ConfigError, InvalidProgramError, GpuMemoryError) as error:

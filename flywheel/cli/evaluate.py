@@ -152,6 +152,10 @@ def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | Non
     }
 
 
+def _disturbed(strangers: int | None) -> str | None:
+    return f"strangers ({strangers}): others computed on the GPU, so the time is doubtful" if strangers else None
+
+
 def _show(document: dict[str, Any]) -> None:
     latency_us = document["latency_us"] or document["predicted_us"]
     work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch", "weights")))
@@ -177,6 +181,7 @@ def _show(document: dict[str, Any]) -> None:
         *pairs(
             [
                 ("reason", document["reason"]),
+                ("disturbed", _disturbed(document["strangers"])),
                 ("config", document["config_id"]),
                 ("program", document["program_id"]),
                 ("incumbent", against),

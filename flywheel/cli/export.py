@@ -33,7 +33,7 @@ from flywheel.errors import FlywheelError, StoreError, UnknownNameError, UsageEr
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import trials_of
+from flywheel.measure.standing import disturbed, trials_of
 from flywheel.models.catalog import resolve_model
 from flywheel.models.formats import weights_name
 from flywheel.store.shipped import Shipped
@@ -260,6 +260,8 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
         kind = {None: "measured or predicted", True: "measured", False: "predicted"}[measured]
         what = ", ".join(f"{name} {value}" for name, value in wanted.items())
         raise UnknownNameError(f"store {store.name}: no {kind} trial of {what}; flywheel campaigns shows what there is")
+    if best.is_doubtful:
+        note(f"flywheel: trial {best.trial} of {best.campaign}: {disturbed(best)}; no row was measured on a quiet GPU")
     return best
 
 

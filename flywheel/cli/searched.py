@@ -13,7 +13,7 @@ from flywheel.cli.text import Command, amount, counts, duration, pairs, percent,
 from flywheel.ir import config_from_dict
 from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import row_name
+from flywheel.measure.standing import disturbed, row_name
 from flywheel.search.gains import gained, gains_document, gains_in_words
 from flywheel.search.knowledge.known import Known
 from flywheel.search.space import Space, make_space
@@ -33,6 +33,7 @@ _STOPPED: Final = {
     "exhausted": "nothing is left to try",
     "interrupted": "interrupted",
 }
+DOUBTFUL: Final = "the GPU was not quiet, so the time is doubtful; the same command measures again on a quiet GPU"
 _UNCERTAIN: Final = "no final was run; the best may be best by chance"
 
 
@@ -68,6 +69,9 @@ def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]
             "latency_us": best.latency_us,
             "floor_us": best.floor_us,
             "floor_fraction": best.floor_fraction,
+            "strangers": best.strangers,
+            "throttle": best.throttle,
+            "disturbed": disturbed(best) if best.is_doubtful else None,
         },
         "answer": None if answer is None else known_document(answer, spec.batch),
         "gained": gains_document(gains),
@@ -156,6 +160,7 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
                 *(_found(_space(spec), best, rows) if best is not None else ()),
                 ("tied", ties((row_name(record, rows), record.latency_us) for record in result.tied)),
                 ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
+                ("disturbed", None if best is None or not best.is_doubtful else f"{disturbed(best)}; {DOUBTFUL}"),
                 ("store", where),
                 ("schedule", None if best is None or schedule_file in (None, STDOUT) else str(schedule_file)),
                 ("next", None if answer is None and best is None else Command([*words, "--output", "best.json"])),

@@ -98,6 +98,8 @@ def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[s
         show(f"context {comparison.context:,}, batch {comparison.batch}: {size(comparison.weight_bytes)} of "
              f"weights read a step need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at "
              f"the datasheet's bandwidth; schedule {origin['config_id']}, {found}")  # fmt: skip
+        if any(entry.strangers for entry in comparison.entries):
+            show("others computed on the GPU meanwhile: these times are doubtful")
     names = [entry.name for entry in comparisons[0].entries]
     headers = ["batch", "<name", "median us", "p10", "p90", "back to back", "GB/s", "of floor", "of ceiling",
                *(f"x {label_of(name).partition(',')[0]}" for name in names[1:]), "/ batch 1", "<verdict"]  # fmt: skip

@@ -234,7 +234,10 @@ class Record:
         assert self.verdict is not None
         batches_us = tuple(latency.batch_us for latency in self.latencies if latency.batch_us is not None)
         whole = summarise([us for samples in self.times_us for us in samples], WARMUP)
-        whole = replace(whole, batch_us=median(batches_us), gpu_state=self.latencies[-1].gpu_state)
+        states = [latency.gpu_state for latency in self.latencies if latency.gpu_state is not None]
+        strangers = max((state.strangers for state in states if state.strangers is not None), default=None)
+        state = replace(states[-1], strangers=strangers) if states else None
+        whole = replace(whole, batch_us=median(batches_us), gpu_state=state)
         outcome = judge_latency(program, whole, self.verdict)
         if not isinstance(outcome, Measured):
             return Entry(self.name, self.how, outcome)

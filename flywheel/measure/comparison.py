@@ -41,6 +41,12 @@ class Entry:
         return self.outcome.latency if isinstance(self.outcome, Measured) else None
 
     @property
+    def strangers(self) -> int | None:
+        """How many processes of others computed at any time; None if that is unknown."""
+        state = None if self.latency is None else self.latency.gpu_state
+        return None if state is None else state.strangers
+
+    @property
     def verdict(self) -> Verdict | None:
         """The verdict; None if nothing ran, or if the time was impossible."""
         return self.outcome.verdict if isinstance(self.outcome, Measured | Incorrect) else None

@@ -16,6 +16,7 @@ from flywheel.ir.files import parse_json
 from flywheel.ir.show import show
 from flywheel.measure.columns import fault_of
 from flywheel.measure.outcome import OUTCOME_NAMES
+from flywheel.measure.tenants import is_spread
 
 SOURCES: Final = ("search", "seed", "store", "final")
 """The origin of a row: proposed by the sampler, enqueued as known good, answered from an earlier row, or measured again
@@ -226,6 +227,16 @@ class TrialRecord:
         if self.objective_us is None:
             return False
         return self.source == "final" or self.gain_low_us is None or self.gain_low_us > 0.0
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the row was measured beside processes that computed, or its samples spread as on no quiet GPU. It is
+        the best only where no other row is."""
+        if self.outcome != "measured" or self.latency_us is None:
+            return False
+        percentiles = self.p10_us, self.p90_us
+        spread = None not in percentiles and is_spread(self.p10_us or 0.0, self.latency_us, self.p90_us or 0.0)
+        return bool(self.strangers) or spread
 
     @property
     def objective_us(self) -> float | None:

@@ -61,7 +61,8 @@ def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, M
     """Each row, and the best rows up to it by `TrialRecord.kind`: measured, imported or predicted. Rows of one final
     count together.
 
-    The best is the fastest row that holds and `may_be_best`, the first among equals. After a final it may be slower
+    The best is the fastest row that holds and `may_be_best`, the first among equals, and one that `is_doubtful` only
+    where all are. After a final it may be slower
     than before, since it is known more exactly. A row that is only predicted after something was measured was not worth
     measuring.
     """
@@ -123,7 +124,8 @@ def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[
 
 def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """One row for each config with a latency: first the best, then the others that hold, then the rest. Within each
-    part, rows measured for this store come first, then imported ones, then predicted ones, each by latency."""
+    part, rows measured for this store come first, then imported ones, then predicted ones, each by latency and doubtful
+    ones last."""
     best, holds = best_of(records), {record.trial for record in standing(records)}
     rows = sorted(
         (record for record in records if record.objective_us is not None),
@@ -136,9 +138,12 @@ def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def disturbed(record: TrialRecord) -> str | None:
-    """What disturbed a measurement: lowered clocks, or other processes on the GPU. None where nothing did."""
+    """What disturbed a measurement: lowered clocks, other processes on the GPU, or something that shows in its samples
+    alone. None where nothing did."""
     found = [] if record.throttle in (None, "none") else [f"throttled ({record.throttle})"]
     found += [f"strangers ({record.strangers})"] if record.strangers else []
+    if record.is_doubtful and not record.strangers:
+        found.append(f"uneven ({record.p10_us:,.1f} to {record.p90_us:,.1f} us)")
     return ", ".join(found) or None
 
 
@@ -164,9 +169,9 @@ def _final(record: TrialRecord) -> tuple[int | None, str]:
     return (None if record.source == "final" else record.trial), record.created_at
 
 
-def _rank(record: TrialRecord) -> tuple[float, int]:
+def _rank(record: TrialRecord) -> tuple[bool, float, int]:
     assert record.objective_us is not None
-    return record.objective_us, record.trial
+    return record.is_doubtful, record.objective_us, record.trial
 
 
 def _number(record: TrialRecord) -> int:

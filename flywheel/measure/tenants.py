@@ -189,14 +189,15 @@ def _beside(outcome: TrialOutcome, strangers: int) -> TrialOutcome:
 class Attendant:
     """Waits for a GPU to be quiet, PAUSE_LIMIT_S in all, and says so.
 
-    `read` tells who is there, `say` takes lines, `pause` sleeps for seconds, and `clock` counts them.
+    `read` tells who is there, `say` takes lines, `pause` sleeps for seconds and returns True if nobody wants to wait
+    any more, and `clock` counts seconds.
     """
 
     def __init__(
         self,
         read: Callable[[], Presence],
         say: Callable[[str], None],
-        pause: Callable[[float], object],
+        pause: Callable[[float], bool],
         clock: Callable[[], float],
     ) -> None:
         self._read, self._say, self._pause, self._clock = read, say, pause, clock
@@ -246,7 +247,9 @@ class Attendant:
             return
         self._say(f"paused: the GPU is not quiet: {why}; waiting for up to {self._left_s:.0f} s")
         while why is not None and (waited_s := self._clock() - begun) < self._left_s:
-            self._pause(min(_POLL_S if waited_s else _IDLE_S, self._left_s - waited_s))
+            if self._pause(min(_POLL_S if waited_s else _IDLE_S, self._left_s - waited_s)):
+                self._left_s = 0.0
+                return
             why = disturbance(self._read(), self._clock() - begun)
         waited_s = self._clock() - begun
         self._left_s = max(0.0, self._left_s - waited_s)

@@ -56,7 +56,7 @@ def appraise(
     config: ScheduleConfig, workload: Workload, measure: str, store: Store | None, predictor: Predictor = STOCK
 ) -> Appraisal:
     """Lower and validate a config, and predict or measure it. A measurement takes turns with the incumbent if the
-    incumbent can still be lowered. Nothing is written, and no earlier trial answers.
+    incumbent can still be lowered, and waits for a quiet GPU. Nothing is written, and no earlier trial answers.
 
     `measure` is auto, predict or cuda. Raises NoGpuError and UsageError if cuda is impossible here, ConfigError for
     formats of weights without kernels, StoreError, and any error that stops a GPU worker from starting.
@@ -118,7 +118,8 @@ def _open(
     )  # fmt: skip
     with Client(bench) as client:
         client.ready()
-        yield partial(in_turn, client, rivals)
+        attendant = measuring.attendant(workload.ranks)
+        yield lambda program: attendant.measured(partial(in_turn, client, rivals, program))
 
 
 def in_turn(client: Client, rivals: tuple[MegakernelProgram, ...], program: MegakernelProgram) -> Contest:

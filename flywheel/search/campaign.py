@@ -343,7 +343,11 @@ class CampaignRun:
         if record.trial != self._tally.next:
             known = self._store.trials(self._name, self._tally.next)
             self._learn_new([each for each in known if each.trial < record.trial])
-        if record.outcome in LASTING_OUTCOMES and not is_unmeasured(record, self._measured):
+        if (
+            record.outcome in LASTING_OUTCOMES
+            and not is_unmeasured(record, self._measured)
+            and not record.is_doubtful
+        ):
             self._answers[identity] = replace(
                 evaluation, outcome=record, lower_s=None, validate_s=None, measure_s=None, contest=None
             )

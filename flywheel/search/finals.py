@@ -16,7 +16,7 @@ from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import Measured
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import standing
+from flywheel.measure.standing import best_of, standing
 from flywheel.search.noise import Gain, gain
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec
@@ -32,7 +32,8 @@ ROUNDS: Final = 12
 def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The rows of the fastest FINALISTS programs, imported ones included, each by its fastest row; and of the fastest
     program that was known before the search, so that the final says what searching gained. Empty if fewer than two
-    programs were measured, or if these programs have had their final in this store."""
+    programs were measured, or if these programs have had their final in this store, and nobody else computed on the GPU
+    then."""
     seeds = {record.program_id for record in records if record.source == "seed"}
     fastest: dict[str | None, TrialRecord] = {}
     for record in sorted(standing(records), key=lambda record: (record.objective_us or 0.0, record.trial)):
@@ -42,7 +43,7 @@ def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     chosen = ordered[:FINALISTS]
     if not any(record.program_id in seeds for record in chosen):
         chosen += [record for record in ordered if record.program_id in seeds][:1]
-    settled = all(record.source == "final" and not record.is_imported for record in chosen)
+    settled = all(record.source == "final" and not record.is_imported and not record.strangers for record in chosen)
     return [] if len(chosen) < 2 or settled else chosen
 
 
@@ -51,11 +52,15 @@ def hold_final(
 ) -> list[TrialRecord]:
     """Measure a campaign's best programs again, in turn, and append a row for each; no rows if a worker dies meanwhile.
 
-    The new rows count instead of all earlier rows of their programs. Rows that another process appends meanwhile may
+    The new rows count instead of all earlier rows of their programs. A final beside other processes has no rows if the
+    campaign has a best that was measured without them. Rows that another process appends meanwhile may
     require another final.
     """
     while chosen := finalists(store.trials(name)):
         rows = measure_again(chosen, engine, spec, environment)
+        best = best_of(store.trials(name))
+        if any(row.strangers for row in rows) and best is not None and best.kind == "measured" and not best.strangers:
+            return []
         if not rows or _append(store, name, rows, chosen):
             return rows
     return []

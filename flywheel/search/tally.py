@@ -53,6 +53,6 @@ def is_unmeasured(record: TrialRecord, measured: bool) -> bool:
     return record.is_predicted and measured
 
 
-def _rank(record: TrialRecord) -> tuple[bool, bool, float, int]:
+def _rank(record: TrialRecord) -> tuple[bool, bool, bool, float, int]:
     objective = record.objective_us
-    return (objective is None, record.kind == "imported", objective or 0.0, record.trial)
+    return (objective is None, record.kind == "imported", record.is_doubtful, objective or 0.0, record.trial)

@@ -11,10 +11,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Engine,
-    FromClause,
     RowMapping,
     Select,
     and_,
@@ -37,6 +35,7 @@ from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
 from flywheel.store.claims import Claims, delete_campaign, keep_to_oneself
+from flywheel.store.contenders import contenders, doubtful, imported
 from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
 from flywheel.store.places import file_of, make_store_url
@@ -218,9 +217,9 @@ class Store:
         work = {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context,
                 "batch": batch, "weights": weights}  # fmt: skip
         conditions = [trials.c[name] == value for name, value in work.items() if value is not None]
-        source, may_be_best = _contenders(conditions)
+        source, may_be_best = contenders(conditions)
         conditions += [] if predictor is None else [trials.c.predictor == predictor]
-        own_first = [_imported()] if measured else []
+        own_first = [imported(), doubtful()] if measured else []
         query = (
             select(*_RECORD)
             .select_from(source)
@@ -288,7 +287,7 @@ class Store:
 def _seen_query(given: tuple[str, ...], absent: tuple[str, ...]) -> Select[Any]:
     """What `Store.seen` asks where some columns of a machine are given and others absent, by names of its arguments: a
     statement of every trial, which takes longer to build than to execute."""
-    lasting = trials.c.outcome.in_(LASTING_OUTCOMES)
+    lasting = and_(trials.c.outcome.in_(LASTING_OUTCOMES), doubtful() == 0)
     current = or_(trials.c.outcome != "predicted", trials.c.predictor == bindparam("predictor"))
     same = [trials.c[name] == bindparam(name) for name in ("program_id", "gpu", "dtype", *given)]
     return (
@@ -299,44 +298,6 @@ def _seen_query(given: tuple[str, ...], absent: tuple[str, ...]) -> Select[Any]:
         .order_by(case((trials.c.source == "final", -trials.c.id), else_=trials.c.id))
         .limit(1)
     )
-
-
-def _contenders(conditions: Sequence[ColumnElement[bool]]) -> tuple[FromClause, ColumnElement[bool]]:
-    """Where to select trials from, and of a row there: it may be the best, as `measure.standing` says.
-
-    `conditions` narrow the rows that are looked at, by whole campaigns. What a row is compared with is joined, each
-    computed once: a look-up per row takes seconds with ten thousand of them.
-    """
-    newest = (
-        select(trials.c.campaign, func.max(trials.c.trial).label("trial"))
-        .where(trials.c.source == "final", *conditions)
-        .group_by(trials.c.campaign)
-        .subquery()
-    )
-    final = trials.alias("final")
-    last = (
-        select(final.c.campaign, final.c.trial, final.c.created_at)
-        .join(newest, and_(newest.c.campaign == final.c.campaign, newest.c.trial == final.c.trial))
-        .subquery()
-    )
-    first = (
-        select(trials.c.campaign, trials.c.program_id, func.min(trials.c.trial).label("trial"))
-        .where(*conditions)
-        .group_by(trials.c.campaign, trials.c.program_id)
-        .subquery()
-    )
-    source = trials.outerjoin(last, last.c.campaign == trials.c.campaign).outerjoin(
-        first, and_(first.c.campaign == trials.c.campaign, first.c.program_id == trials.c.program_id)
-    )
-    is_final = trials.c.source == "final"
-    certain = or_(trials.c.gain_low_us.is_(None), trials.c.gain_low_us > 0.0, is_final)
-    holds = or_(
-        last.c.trial.is_(None),
-        trials.c.trial > last.c.trial,
-        and_(is_final, trials.c.created_at == last.c.created_at),
-    )
-    new = or_(trials.c.source != "store", first.c.trial == trials.c.trial)
-    return source, and_(certain, holds, new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,22 +311,22 @@ class _Tally:
     predicted_us: float | None
 
 
-def _imported() -> ColumnElement[int]:
-    """Of a row: 1 where it was imported, else 0."""
-    return case((trials.c.imported_from.is_(None), 0), else_=1)
-
-
 def _tallies(connection: Connection, name: str) -> dict[str, dict[str, _Tally]]:
     """By campaign and outcome. Raises StoreError for what no row can hold."""
-    source, may_be_best = _contenders(())
+    source, may_be_best = contenders(())
     query = (
         select(
             trials.c.campaign,
             trials.c.outcome,
             func.count(),
             func.sum(case((trials.c.source == "final", 0), else_=1)),
-            func.min(case((and_(may_be_best, _imported() == 0), trials.c.latency_us))),
-            func.min(case((and_(may_be_best, _imported() == 1), trials.c.latency_us))),
+            *(
+                func.coalesce(
+                    func.min(case((and_(may_be_best, imported() == place, doubtful() == 0), trials.c.latency_us))),
+                    func.min(case((and_(may_be_best, imported() == place), trials.c.latency_us))),
+                )
+                for place in (0, 1)
+            ),
             func.min(case((may_be_best, trials.c.predicted_us))),
         )
         .select_from(source)

@@ -19,7 +19,7 @@ from flywheel.errors import ConfigError, NoGpuError
 from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, config_to_dict
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.device import Device
-from flywheel.measure.latency import MeasuredLatency
+from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured, Rejected
 from flywheel.measure.verdict import judge
 from flywheel.models.formats import PLAIN, WeightFormats
@@ -40,7 +40,7 @@ def entry(name: str, how: str, wrong: bool, batch: int = 1) -> Entry:
     if wrong:
         return Entry(name, how, Incorrect(verdict, str(verdict.reason)))
     us = TIMES[name] * (1 + (batch - 1) / 20)
-    latency = MeasuredLatency(us, us - 1, us + 1, 40, 3, "flushed", us - 2)
+    latency = MeasuredLatency(us, us - 1, us + 1, 40, 3, "flushed", us - 2, GpuState(strangers=FakeContests.strangers))
     return Entry(name, how, Measured(latency, verdict), ((us,) * 20, (us,) * 20), (us - 2, us - 2))
 
 
@@ -52,6 +52,7 @@ class FakeContests:
     wrong: set[str]
     too_many: set[int]
     cannot: dict[str, str]
+    strangers = 0
 
     def __init__(
         self, gpu: Any, source: Any, dtype: Any, seed: int, say: Callable[[str], None], formats: WeightFormats
@@ -82,10 +83,17 @@ class FakeContests:
         return Comparison(context, 270_000_000, 90.0, 270_000_000 / read_gbs / 1e3, tuple(entries), batch)
 
 
+def card(num_sms: int) -> SimpleNamespace:
+    """An L4, or what calls itself one."""
+    return SimpleNamespace(
+        name="NVIDIA L4", num_sms=num_sms, total_bytes=23034 * 2**20, cuda_version="13.0", pci_bus_id="0000:01:00.0"
+    )
+
+
 @pytest.fixture
 def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
     """Pretend that an L4 is here."""
-    gpu = SimpleNamespace(name="NVIDIA L4", num_sms=58, total_bytes=23034 * 2**20, cuda_version="13.0")
+    gpu = card(58)
     FakeContests.asked, FakeContests.wrong, FakeContests.too_many, FakeContests.cannot = [], set(), set(), {}
     monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: gpu)
     monkeypatch.setattr("flywheel.decode.cuda.prepare_torch", lambda: None)
@@ -142,6 +150,28 @@ def test_a_table_says_how_each_stands_and_a_document_holds_every_sample(
     assert sum(map(len, first["contestants"][1]["times_us"])) == 40
     drawing = ElementTree.parse("bench.svg").getroot()
     assert drawing.tag.endswith("svg")
+
+
+def test_times_beside_others_are_said_to_be_doubtful(
+    run: Run, l4: type[FakeContests], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "others computed on the GPU meanwhile: these times are doubtful"
+    assert line not in run("bench", *WORK, "--config", config).stdout
+    monkeypatch.setattr(l4, "strangers", 1)
+    assert line in run("bench", *WORK, "--config", config).stdout
+    document = json.loads(run("bench", *WORK, "--config", config, "--json").stdout)
+    first = document["comparisons"][0]["contestants"][0]
+    assert first["gpu_state"]["strangers"] == 1
+
+
+def test_bench_waits_for_a_quiet_gpu(
+    run: Run, l4: type[FakeContests], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+    made = SimpleNamespace(attend=lambda: waited.append("attended"))
+    monkeypatch.setattr("flywheel.cli.bench.attendant", lambda gpus: waited.extend(gpus) or made)
+    assert run("bench", *WORK, "--config", config).exit_code == 0
+    assert waited == ["0000:01:00.0", "attended", "attended"]
 
 
 def test_one_config_serves_every_batch_and_says_what_each_costs_beside_one(
@@ -313,7 +343,7 @@ def test_without_a_gpu_it_is_code_4(run: Run, config: Path, monkeypatch: pytest.
 def test_programs_of_two_gpus_have_rivals_over_nccl(
     run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(name="NVIDIA L4", num_sms=58, total_bytes=23034 * 2**20, cuda_version="13.0")
+    gpu = card(58)
     monkeypatch.setattr("flywheel.vm.gpu.peers.open_gpus", lambda count: (gpu,) * count)
     monkeypatch.setattr(
         "flywheel.decode.ranked_contests.RankedContests", lambda gpus, *given: FakeContests(gpus[0], *given)
@@ -335,7 +365,7 @@ def test_programs_of_two_gpus_have_rivals_over_nccl(
 def test_a_gpu_without_a_datasheet_is_lowered_for_by_what_its_driver_says_and_named_so(
     run: Run, l4: type[FakeContests], config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(name="NVIDIA L4", num_sms=50, total_bytes=23034 * 2**20, cuda_version="13.0")
+    gpu = card(50)
     seen = replace(TARGETS["l4"], name="generic-l4-50sm-22gib", num_sms=50)
     monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: gpu)
     monkeypatch.setattr("flywheel.vm.gpu.devices.describe_gpu", lambda: (Device("NVIDIA L4", 50), seen))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,31 +242,58 @@ def test_a_worker_that_cannot_start_ends_the_search_before_there_is_a_campaign(
     assert json.loads(run("campaigns", "--json").stdout)["campaigns"] == []
 
 
-def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_on(
-    run: Run, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(_: object, program: MegakernelProgram) -> Measured:
-        verdict = judge(error=0.0, where="logits", positions=[1], dtype="BF16")
-        state = GpuState(1980, 2619, 410.5, 51, "none")
-        latency = MeasuredLatency(950.0 + len(program.tasks), 900.0, 9e9, 30, 3, "flushed", 940.0, state)
-        return Measured(latency, verdict)
+@pytest.fixture
+def measures(with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine whose GPU measures in this process, with a `driver`, and `strangers` on the GPU."""
+    made = SimpleNamespace(driver="1", strangers=None)
 
-    driver = "1"
+    def measure(program: MegakernelProgram) -> Measured:
+        verdict = judge(error=0.0, where="logits", positions=[1], dtype="BF16")
+        state, us = GpuState(1980, 2619, 410.5, 51, "none", made.strangers), 950.0 + len(program.tasks)
+        return Measured(MeasuredLatency(us, 0.99 * us, 1.01 * us, 30, 3, "flushed", 940.0, state), verdict)
 
     @contextmanager
     def inline(
         _: object, site: object, workload: Workload, store: Store, store_url: str, predictor: object
     ) -> Iterator[Any]:
-        here = replace(capture_environment(), gpu="NVIDIA L4", driver=driver, nvrtc=nvrtc_version(), kernels="0123")
+        here = replace(
+            capture_environment(), gpu="NVIDIA L4", driver=made.driver, nvrtc=nvrtc_version(), kernels="0123"
+        )
 
         def seen(program_id: str) -> TrialRecord | None:
             return look(store, workload.target.name, "bf16", program_id, here)
 
-        yield InlineEngine(Bench(workload, lambda: seen, lambda program: measure(None, program))), here
+        yield InlineEngine(Bench(workload, lambda: seen, measure)), here
 
     with_gpu("NVIDIA L4")
     monkeypatch.setattr("flywheel.search.trials.sites.missing_modules", list)
     monkeypatch.setattr("flywheel.search.run.open_engine", inline)
+    return made
+
+
+def test_what_was_only_measured_beside_others_is_said_so_everywhere(run: Run, measures: SimpleNamespace) -> None:
+    measures.strangers = 2
+    shown = run("search", *WORK, "--trials", "2", "--name", "m")
+    assert shown.exit_code == 0, shown.stderr
+    line = next(line for line in shown.stdout.splitlines() if line.strip().startswith("disturbed"))
+    assert "strangers (2); the GPU was not quiet, so the time is doubtful" in line
+    best = json.loads(run("search", *WORK, "--trials", "2", "--name", "m", "--json").stdout)["best"]
+    assert (best["strangers"], best["disturbed"]) == (2, "strangers (2)")
+    exported = run("export", "--format", "schedule", "--campaign", "m")
+    assert json.loads(exported.stdout)["measured"]["strangers"] == 2
+    assert "strangers (2); no row was measured on a quiet GPU" in exported.stderr
+    page = run("report", "m", "--output", "-").stdout
+    assert "strangers (2)" in page
+    measures.strangers = 0
+    quiet = json.loads(run("search", *WORK, "--trials", "2", "--name", "quiet", "--json").stdout)
+    assert (quiet["best"]["strangers"], quiet["best"]["disturbed"]) == (0, None)
+    again = run("export", "--format", "schedule", *WORK)
+    assert "doubtful" not in again.stderr and "strangers" not in again.stderr
+
+
+def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_on(
+    run: Run, measures: SimpleNamespace
+) -> None:
     result = run("search", *WORK, "--trials", "3", "--name", "m", "--json")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("Latencies are measured on NVIDIA L4, driver 1, NVRTC ")
@@ -281,7 +309,7 @@ def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_
     assert again["best"]["latency_us"] == json.loads(result.stdout)["best"]["latency_us"]
     with open_store("flywheel.db", create=False) as store:
         assert {row.source for row in store.trials("again")} == {"store"}
-    driver = "2"
+    measures.driver = "2"
     run("search", *WORK, "--trials", "3", "--name", "newer")
     with open_store("flywheel.db", create=False) as store:
         assert "store" not in {row.source for row in store.trials("newer")}

@@ -142,3 +142,22 @@ def test_what_was_measured_for_this_store_goes_before_what_was_imported(rows: Ro
     assert best_of([*imported, *own]) == own[1]
     assert numbers(ranked([*imported, *own])) == [2, 1, 0]
     assert (marks(imported[0]), marks(own[0])) == ("imported", None)
+
+
+def test_a_doubtful_row_is_the_best_only_where_all_are(rows: Rows) -> None:
+    """Beside others, or with samples that spread as on no quiet GPU."""
+    calm, beside, uneven = rows(("a", 100.0, None, "search"), ("b", 90.0, 5.0, "search"), ("c", 80.0, 5.0, "search"))
+    beside = replace(beside, strangers=1)
+    uneven = replace(uneven, p90_us=101.0)
+    assert [row.is_doubtful for row in (calm, beside, uneven)] == [False, True, True]
+    assert best_of([calm, beside, uneven]) == calm
+    assert best_of([beside, uneven]) == uneven
+    assert best_of([replace(beside, trial=0), replace(calm, trial=1)]) == replace(calm, trial=1)
+    assert numbers(ranked([calm, beside, uneven])) == [0, 2, 1]
+    assert [marks(row) for row in (calm, beside, uneven)] == [None, "strangers (1)", "uneven (80.0 to 101.0 us)"]
+
+
+def test_a_final_on_a_quiet_gpu_counts_for_what_was_measured_beside_others(rows: Rows) -> None:
+    beside = [replace(row, strangers=1) for row in rows(("a", 90.0, None, "search"), ("b", 95.0, None, "search"))]
+    records = [*beside, *rows(("a", 101.0, None, "final"), ("b", 100.0, 1.0, "final"), start=2)]
+    assert best_of(records) == records[3]

@@ -144,16 +144,17 @@ class Card:
 
     def __init__(self, busy_until_s: float) -> None:
         self.now_s, self.until_s, self.lines = 0.0, busy_until_s, list[str]()
-        self.pauses = list[float]()
+        self.pauses, self.ending = list[float](), False
         self.attendant = Attendant(self.read, self.lines.append, self.pause, lambda: self.now_s)
 
     def read(self) -> Presence:
         there = (WORKER,) if self.now_s < self.until_s else ()
         return Presence(there, len(there), utilisation_percent=50 * len(there))
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> bool:
         self.pauses.append(seconds)
         self.now_s += seconds
+        return self.ending
 
     def taking(self, seconds: float, make: Callable[[], Contest]) -> Callable[[], Contest]:
         def attempt() -> Contest:
@@ -243,3 +244,10 @@ def test_a_card_that_is_never_quiet_ends_the_waiting_once_and_rows_say_so() -> N
     ]  # fmt: skip
     outcomes = [each.outcome for each in made]
     assert all(isinstance(each, Measured) and each.latency.gpu_state == GpuState(strangers=1) for each in outcomes)
+
+
+def test_nobody_waits_while_the_process_ends() -> None:
+    card = Card(float("inf"))
+    card.ending = True
+    card.attendant.measured(card.taking(1.0, lambda: Contest(measured())))
+    assert len(card.pauses) == 1

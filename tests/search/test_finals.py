@@ -17,6 +17,7 @@ from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, Implausible, TrialOutcome
 from flywheel.measure.standing import standing, tied_with
+from flywheel.measure.tenants import beside
 from flywheel.search.finals import FINALISTS, ROUNDS, finalists
 from flywheel.search.knowledge.importing import import_trials
 from flywheel.search.trials.evaluate import Evaluation, prepare
@@ -38,6 +39,7 @@ class NoisyEngine:
         self.crashes = False
         self.wrong_depths: tuple[int, ...] = ()  # of programs whose fault only a final finds
         self.latency_us: Callable[[Any], float] = toys.toy_us
+        self.strangers: Callable[[int], int] = lambda rounds: 0  # of a trial, or of a final of these rounds
 
     def submit(
         self,
@@ -60,6 +62,8 @@ class NoisyEngine:
             if rounds > 1 and each.pipelining_depth in self.wrong_depths:
                 outcomes[place] = Implausible(1.0, 2.0)
         contest = Contest(outcomes[0], tuple(outcomes[1:]), times if rivals else ())
+        contest = beside(contest, self.strangers(rounds))
+        outcomes[0] = contest.outcome
         return replace(prepared[0].ended(outcomes[0], 0.1), contest=contest)
 
     def _times(self, true_us: float, rounds: int) -> tuple[tuple[float, ...], ...]:
@@ -304,3 +308,52 @@ def test_imported_measurements_are_nobodys_rival_and_their_programs_are_measured
     assert {row.program_id for row in final} >= {row.program_id for row in rows}
     assert (result.best in final, result.best.kind) == (True, "measured")
     assert lab.store.best(measured=True, campaign="toy") == result.best
+
+
+def test_a_final_beside_others_replaces_nothing_that_was_measured_without_them(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine(noise=0.001)
+    noisy.strangers = lambda rounds: int(rounds > 1)
+    result = run(lab, noisy)
+    assert (result.best.source, result.best.strangers, result.tied) == ("search", None, ())
+    assert len(lab.store.trials("toy")) == 7
+    assert lab.store.best(measured=True, campaign="toy") == result.best
+
+
+def test_trials_beside_others_are_measured_again_in_a_final_on_a_quiet_gpu(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine(noise=0.001)
+    noisy.strangers = lambda rounds: int(rounds == 1)
+    noisy.latency_us = lambda program: 1000.0 + 100.0 * len(noisy.asked)
+    result = run(lab, noisy)
+    assert (result.best.source, result.best.is_doubtful) == ("final", False)
+    assert lab.store.best(measured=True, campaign="toy") == result.best
+
+
+def test_a_gpu_that_is_never_quiet_gives_a_marked_best_and_the_same_command_another_final_later(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine(noise=0.001)
+    noisy.strangers = lambda rounds: 2
+    result = run(lab, noisy)
+    assert (result.best.source, result.best.strangers, result.best.is_doubtful) == ("final", 2, True)
+    quiet = engine(noise=0.001)
+    again = run(lab, quiet)
+    assert [rounds for _, _, rounds in quiet.asked] == [ROUNDS]
+    assert (again.best.source, again.best.is_doubtful) == ("final", False)
+    assert lab.store.best(measured=True, campaign="toy") == again.best
+    idle = engine()
+    assert (run(lab, idle).best, idle.asked) == (again.best, [])
+
+
+def test_a_row_beside_others_answers_for_no_other_trial(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    noisy = engine(noise=0.001)
+    noisy.strangers = lambda rounds: 1
+    run(lab, noisy)
+    row = lab.store.trials("toy")[0]
+    asked = {"gpu": row.gpu, "dtype": row.dtype, "measure": "cuda"}
+    assert lab.store.seen(row.program_id, **asked) is None
+    run(lab, engine(noise=0.001))
+    assert lab.store.seen(lab.store.trials("toy")[-1].program_id, **asked) is not None

@@ -37,6 +37,8 @@ def drawn(make_record: Records, campaign: str, chance: random.Random) -> list[Tr
         gains = {} if low is None else {"rival_us": 100.0, "gain_low_us": low, "gain_high_us": low + 1.0}
         kind = "measured" if source == "final" or chance.random() < 0.8 else "crashed"
         numbers = {"latency_us": chance.choice((98.0, 99.0, 100.0, 101.0)), **gains} if kind == "measured" else {}
+        if numbers and (kind_of_doubt := chance.randrange(6)) < 3:
+            numbers |= ({"strangers": 1}, {"strangers": 0}, {"p10_us": 90.0, "p90_us": 130.0})[kind_of_doubt]
         record = make_record(
             kind, campaign=campaign, trial=trial, program_id=chance.choice("abc"), source=source, created_at=moment,
             imported_from="elsewhere" if trial < imported else None, **numbers,
@@ -67,9 +69,10 @@ def test_sql_and_python_name_the_same_best_of_every_campaign(
     bests = [best for best in map(best_of, written.values()) if best is not None]
     found = store.best(measured=True, model="llama3.2-1b", gpu="h100")
     assert found is not None
-    own = [best.latency_us for best in bests if best.kind == "measured" and best.latency_us is not None]
+    own = [best.latency_us for best in bests if best.kind == "measured" and not best.is_doubtful and best.latency_us]
     assert (found.kind, found.latency_us) == ("measured", min(own))
     assert any(record.source == "final" for record in bests)
+    assert {record.is_doubtful for record in bests} == {True, False}
     assert any(record.kind == "imported" for record in bests)
 
 

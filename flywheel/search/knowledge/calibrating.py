@@ -22,7 +22,7 @@ from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import trials_of
+from flywheel.measure.standing import disturbed, trials_of
 from flywheel.plan import program_id
 from flywheel.process import no_collector
 from flywheel.search.knowledge.warm import identity_of, work_of
@@ -163,7 +163,7 @@ def _by_work(rows: Sequence[tuple[Workload, TrialRecord]]) -> list[MeasuredWork]
         works.setdefault(identity_of(work), (work, []))[1].append(row)
     found = []
     for work, records in works.values():
-        calm = _configs([row for row in records if row.throttle in (None, "none") and not row.strangers])
+        calm = _configs([row for row in records if disturbed(row) is None])
         enough = len(calm) >= LEAST_CONFIGS
         found.append(MeasuredWork(work, calm if enough else _configs(records), not enough and len(calm) < len(records)))
     return sorted(found, key=lambda each: _name(each.workload))

@@ -234,7 +234,7 @@ def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: 
             for campaign in campaigns
             if (campaign.measure == measure) is own
         ]
-        records = [record for record in found if record is not None]
+        records = [record for record in found if record is not None and not record.is_doubtful]
         if records:
             return min(records, key=partial(_rank, predictor))
     return None

@@ -15,14 +15,16 @@ from flywheel.errors import ConfigError, InvalidProgramError, KernelCompileError
 from flywheel.installing import install_line
 from flywheel.ir import DType, GpuTarget, MegakernelProgram
 from flywheel.measure.device import is_target
-from flywheel.measure.environment import Environment, capture_environment
+from flywheel.measure.environment import Environment, capture_environment, list_gpus
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.tenants import Attendant
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import parse_formats
 from flywheel.plan import variant_of
 from flywheel.plan.kernels import arch_name
 from flywheel.process import usable_cores
 from flywheel.search.trials.device import missing_modules
+from flywheel.vm.gpu import quiet
 from flywheel.vm.gpu.devices import describe_gpu
 from flywheel.vm.gpu.nvrtc import compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
@@ -64,6 +66,11 @@ def capture(target: GpuTarget) -> Environment:
     if missing:
         raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: {install_line('cuda', 'torch')}")
     return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=kernels_id())
+
+
+def attendant(ranks: int, pause: Callable[[float], bool] | None = None) -> Attendant:
+    """What waits until this process's first `ranks` GPUs are quiet."""
+    return quiet.attendant([gpu for gpu, _ in list_gpus()][:ranks], pause)
 
 
 def make_bench(

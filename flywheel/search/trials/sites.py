@@ -141,8 +141,9 @@ def open_engine(
             formats=space.kernel_formats(), ranked=workload.ranks > 1,
         )  # fmt: skip
         means = Measuring(
-            bench_of, partial(measuring.compile_ahead, spec.dtype), measuring.wrap, compile_all=compile_all
-        )
+            bench_of, partial(measuring.compile_ahead, spec.dtype), measuring.wrap, compile_all=compile_all,
+            attend=partial(measuring.attendant, workload.ranks),
+        )  # fmt: skip
         filtering = predictor if spec.prefilter is not None else None
         setup = Setup(workload, means, partial(measuring.capture, workload.target), filtering)
         look = partial(measuring.look, store, gpu, spec.dtype)

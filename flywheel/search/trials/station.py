@@ -16,6 +16,7 @@ from flywheel.cost_model import Predictor
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment, capture_environment
+from flywheel.measure.tenants import Attendant
 from flywheel.process import keep_objects, no_collector, set_environment
 from flywheel.search.trials.evaluate import Measure, Prepared, prepare
 from flywheel.search.workload import Workload
@@ -24,6 +25,8 @@ from flywheel.vm.worker import MakeBench, Work
 
 _KEPT: Final = 8
 """Programs that a station keeps: the last prepared ones, which may be measured yet, and the last rivals."""
+
+Attend = Callable[[Callable[[float], bool]], Attendant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Measuring:
 
     Before a program's turn, `compile_ahead` compiles its kernel, and `wrap` makes the object that the child gets.
     `compile_all` compiles every kernel in the background, before a program needs it, until its argument returns True.
+    `attend` makes what waits for a quiet GPU, of a function that pauses as `Attendant` has it.
     """
 
     make_bench: MakeBench
@@ -50,6 +54,7 @@ class Measuring:
     wrap: Callable[[MegakernelProgram], Work] | None = None
     limits: Limits = field(default_factory=Limits)
     compile_all: Callable[[Callable[[], bool]], None] | None = None
+    attend: Attend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class Station:
         self._made: dict[str, _Made] = {}  # by config id, oldest first
         self._rivals: tuple[tuple[str, ...], tuple[Work, ...]] = ((), ())
         self._client: Client | None = None
+        self._attendant: Attendant | None = None
         self._closing = Event()
         self._compiling: Thread | None = None
         match setup.means:
@@ -135,8 +141,9 @@ class Station:
     def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
         """(the result of a config that was not refused, wall seconds of its measurement).
 
-        A child's death is Crashed and transient. Where a rival is refused today, the config is measured without rivals.
-        Raises the error of a child that cannot start.
+        It waits for a quiet GPU first, and is repeated where others disturbed it; the seconds are those of the last
+        time. A child's death is Crashed and transient. Where a rival is refused today, the config is measured without
+        rivals. Raises the error of a child that cannot start.
         """
         with self._making:
             kept = self._made.pop(config.config_id, None)
@@ -150,13 +157,28 @@ class Station:
             self._rivals = names, able if len(able) == len(rivals) else ()
         if self._client is not None:
             self._client.ready()  # so that no trial's time includes a new child's start
-        start = perf_counter()
         match self._setup.means:
             case Predicting(measure):
-                contest = Contest(measure(made.prepared.program))
-            case Measuring():
-                assert self._client is not None
-                contest = self._client.attempt(made.work, self._rivals[1], rounds)
+                start = perf_counter()
+                return Contest(measure(made.prepared.program)), perf_counter() - start
+            case Measuring(attend=attend):
+                return self._attempt(made.work, rounds, attend)
+
+    def _attempt(self, work: Work, rounds: int, attend: Attend | None) -> tuple[Contest, float]:
+        client, rivals = self._client, self._rivals[1]
+        assert client is not None
+        start = perf_counter()
+
+        def attempt() -> Contest:
+            nonlocal start
+            start = perf_counter()
+            return client.attempt(work, rivals, rounds)
+
+        if attend is None:
+            contest = attempt()
+        else:
+            self._attendant = self._attendant or attend(self._closing.wait)
+            contest = self._attendant.measured(attempt, rivals if rounds == 1 else None)
         return contest, perf_counter() - start
 
     def close(self) -> None:

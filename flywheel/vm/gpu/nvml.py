@@ -145,7 +145,8 @@ def _parent(pid: int) -> int:
 
 def _name(pid: int) -> str | None:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip() or None
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        return "".join(letter if letter.isprintable() else "?" for letter in name) or None
     return None
 
 
