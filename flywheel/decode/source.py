@@ -18,6 +18,7 @@ from flywheel.models.drawn import random_quantised
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.models.graph import scales_of
 from flywheel.models.hf import load_scheme
+from flywheel.models.hub import is_repo
 from flywheel.models.quantise import keeping, kept_bytes, same_layouts, typed
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
@@ -106,8 +107,8 @@ def open_source(given: str, any_weights: bool = False) -> Source:
     safetensors if there are any.
 
     Raises UnknownNameError and UnsupportedModelError as `resolve_model` does, WeightsError as `load_weights` does, and
-    for a directory whose weights are all in formats that are not read, unless random ones are asked for: by naming its
-    config.json, or with `any_weights`.
+    for a directory whose weights are all in formats that are not read and a repository without safetensors, unless
+    random ones are asked for: by naming the config.json, or with `any_weights`.
     """
     spec, name = resolve_model(given), model_name(given)
     path = model_path(name)
@@ -115,12 +116,8 @@ def open_source(given: str, any_weights: bool = False) -> Source:
         return Source(name, spec, None, None)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None or not has_checkpoint(folder):
-        unread = () if folder is None or any_weights or Path(given).name == "config.json" else unread_weights(folder)
-        if folder is not None and unread:
-            raise WeightsError(
-                f"{folder} holds {unread[0]}, a format that is not read, and no safetensors; convert it, or give "
-                f"{folder / 'config.json'} for random weights"
-            )
+        if folder is not None and not any_weights and Path(given).name != "config.json":
+            _check_random(name, folder)
         return Source(spec.name, spec, folder, None, None, name)
     scheme = load_scheme(folder)
     if scheme is not None:
@@ -130,3 +127,13 @@ def open_source(given: str, any_weights: bool = False) -> Source:
     from flywheel.models.checkpoint import load_weights
 
     return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)), None, name)
+
+
+def _check_random(name: str, folder: Path) -> None:
+    """Raises WeightsError where nobody would expect random weights of a directory without safetensors."""
+    unread, remedy = unread_weights(folder), f"give {folder / 'config.json'} for random weights"
+    if unread:
+        what = f"{unread[0]}, a format that is not read, and no safetensors"
+        raise WeightsError(f"{folder} holds {what}; convert it, or {remedy}")
+    if is_repo(name):
+        raise WeightsError(f"{name}: its snapshot {folder} holds no safetensors; {remedy}")

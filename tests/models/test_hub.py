@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from flywheel.decode.source import open_source
-from flywheel.errors import UnknownNameError
+from flywheel.errors import UnknownNameError, WeightsError
 from flywheel.models.catalog import fetch_model, model_name, model_path, resolve_model
 from flywheel.models.hub import cached_folder, cached_repo, obtain
 
@@ -71,8 +71,15 @@ def test_a_repository_of_the_cache_is_a_model_in_any_case(asked: str, cache: Pat
 
     assert (model_name(asked), model_path(REPO)) == (REPO, snapshot)
     assert resolve_model(asked).name == "Tiny-1M"
-    source = open_source(asked)
+    source = open_source(asked, any_weights=True)
     assert (source.name, source.folder, source.stored) == ("Tiny-1M", snapshot, None)
+
+
+def test_a_repository_without_safetensors_is_not_run_with_random_weights_unasked(cache: Path) -> None:
+    config = keep(cache) / "config.json"
+    with pytest.raises(WeightsError, match=f"{REPO}: its snapshot {config.parent} holds no safetensors; give {config}"):
+        open_source(REPO)
+    assert open_source(str(config)).stored is None
 
 
 def test_a_repository_and_its_directory_in_the_cache_are_one_model(cache: Path) -> None:

@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, head_dim=32),
     ),
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
+    "mistral-windowed": ("Mistral", dict(SIZES, sliding_window=CONTEXT)),
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
     "qwen3-tied": ("Qwen3", dict(SIZES, head_dim=16, tie_word_embeddings=True)),
