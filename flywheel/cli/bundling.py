@@ -13,7 +13,7 @@ from typing import Any, Final
 from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import DEFAULTS, STDOUT, check_writable
 from flywheel.cli.provenance import row_title, stored_text
-from flywheel.cli.text import note, size, us
+from flywheel.cli.text import note, size, us_of
 from flywheel.decode.notes import Note, notes_of_defaults, notes_of_model
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
@@ -40,7 +40,7 @@ def bundle_answer(store: Store, answer: TrialRecord | Shipped, output: Path | No
         return _write(work_of(answer), answer.schedule.config, said, output)
     workload = make_workload(answer.model, answer.gpu, answer.dtype, answer.context, answer.batch, answer.weights)
     exported = json.loads(stored_text(answer, store))
-    words = f"{row_title(store, answer)} of campaign {answer.campaign}, {answer.kind} {us(answer.objective_us)}"
+    words = f"{row_title(store, answer)} of campaign {answer.campaign}, {answer.kind} {us_of(answer)}"
     return _write(workload, config_from_dict(json.loads(answer.config)), {"words": words, "exported": exported}, output)
 
 

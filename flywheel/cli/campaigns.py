@@ -20,7 +20,21 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.provenance import find_campaign, search_command
-from flywheel.cli.text import ABSENT, Command, amount, counts, note, pairs, percent, show, show_table, ties, us
+from flywheel.cli.text import (
+    ABSENT,
+    Command,
+    amount,
+    counts,
+    note,
+    pairs,
+    percent,
+    predicted,
+    show,
+    show_table,
+    ties,
+    us,
+    us_of,
+)
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, judged, marks, ranked, row_name, tied_with, trial_of
@@ -100,10 +114,11 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
     for summary in summaries:
         campaign = summary.campaign
         best, kind = _best(summary)
+        shown = predicted(best) if kind == "predicted" else us(best)
         rows.append(
             (
                 campaign.name, campaign.model, campaign.gpu, _types(campaign), str(campaign.context),
-                str(campaign.batch), campaign.sampler, f"{summary.trials:,}", us(best), kind,
+                str(campaign.batch), campaign.sampler, f"{summary.trials:,}", shown, kind,
                 campaign.created_at[:10], counts(summary.outcomes),
             )
         )  # fmt: skip
@@ -179,7 +194,7 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
     if best:
         headers = ("trial", "latency", "<", "of floor", "<from", "<!config", "?<!program", "<")
         rows = [
-            (str(trial_of(r, trials)), us(r.objective_us), r.outcome, percent(r.floor_fraction), r.source,
+            (str(trial_of(r, trials)), us_of(r), r.outcome, percent(r.floor_fraction), r.source,
              r.config_id, r.program_id or ABSENT, marks(r) or "")
             for r in best
         ]  # fmt: skip

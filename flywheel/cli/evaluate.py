@@ -19,9 +19,10 @@ from flywheel.cli.options import (
     store_option,
     workload_options,
 )
-from flywheel.cli.text import pairs, percent, show, show_json, us
+from flywheel.cli.text import pairs, percent, predicted, predicted_a_token, show, show_json, us, us_a_token
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import open_predictor
+from flywheel.cost_model.band import band_of
 from flywheel.errors import UsageError
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import Measured, Predicted, Rejected
@@ -160,15 +161,20 @@ def _show(document: dict[str, Any]) -> None:
     latency_us = document["latency_us"] or document["predicted_us"]
     work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch", "weights")))
     verdict = document["outcome"].replace("_", " ")
+    if document["latency_us"] is not None:
+        verdict += f" {us_a_token(latency_us, document['batch'])}"
+    elif latency_us is not None:
+        band = band_of(document["gpu"], document["predictor"])
+        verdict += f" {predicted_a_token(latency_us, document['batch'], band)}"
     if latency_us is not None:
-        verdict += f" {us(latency_us)} a token; weight floor {us(document['floor_us'])}, "
-        verdict += f"{percent(document['floor_fraction'])} reached"
+        verdict += f"; weight floor {us(document['floor_us'])}, {percent(document['floor_fraction'])} reached"
     show(f"{work}: {verdict}")
     best, changed = document["incumbent"], document["changed"]
     against = None
     if best is not None:
         best_us = best["latency_us"] or best["predicted_us"]
-        against = f"trial {best['trial']} of {best['campaign']}, {us(best_us)}"
+        shown = predicted if best["latency_us"] is None else us
+        against = f"trial {best['trial']} of {best['campaign']}, {shown(best_us)}"
         against += ", imported" if best["imported_from"] is not None else ""
         against += f"; this is {best['speedup']:.3f}x as fast" if best["speedup"] is not None else ""
         if best["rival_us"] is not None:

@@ -28,7 +28,7 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.provenance import find_campaign, row_title, stored_text
-from flywheel.cli.text import note, show_json, us
+from flywheel.cli.text import note, show_json, us, us_of
 from flywheel.errors import FlywheelError, StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.ir import ScheduleConfig, config_from_dict
@@ -218,7 +218,7 @@ def _answer(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> T
     if known is None:
         return record
     note(f"{known.words}, measured {us(known.latency_us)} on {known.measured_on}, goes before the prediction of "
-         f"{record.campaign}, {us(record.objective_us)}; --predicted exports that")  # fmt: skip
+         f"{record.campaign}, {us_of(record)}; --predicted exports that")  # fmt: skip
     return known.origin
 
 
@@ -226,7 +226,7 @@ def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str | 
     """One schedule as a schedule file or a program, and facts about it."""
     if isinstance(answer, TrialRecord):
         text = stored_text(answer, store) if form == "schedule" else _program(answer)
-        note(f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us(answer.objective_us)}")
+        note(f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us_of(answer)}")
         return text, {"campaign": answer.campaign, "trial": answer.trial, "program_id": answer.program_id}
     from flywheel.cli.bundling import work_of
 

@@ -11,7 +11,7 @@ import click
 
 from flywheel.cli.files import load_program
 from flywheel.cli.options import command, document_option, give, json_option
-from flywheel.cli.text import cell, pairs, percent, show, show_table, size, us
+from flywheel.cli.text import cell, pairs, percent, predicted, show, show_table, size, us
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
@@ -149,8 +149,8 @@ def _show(file: str, facts: dict[str, Any]) -> None:
     lines = [
         ("meta", meta or None),
         ("proof", f"{proof}; {len(facts['warnings'])} warnings"),
-        ("predicted", facts["predicted_us"] and f"{us(facts['predicted_us'])}, {percent(facts['floor_fraction'])} "
-                                                f"of the {us(facts['floor_us'])} floor"),
+        ("predicted", facts["predicted_us"] and f"{predicted(facts['predicted_us'])}; the floor of "
+                                                f"{us(facts['floor_us'])} is {percent(facts['floor_fraction'])} of it"),
         ("kernel", variant and _kernel(variant)),
         ("tasks", f"{facts['tasks']:,}, with {facts['waits']:,} waits"),
         ("work", work and f"{size(work['streamed_bytes'])} of weights and caches read a step, "

@@ -22,7 +22,7 @@ from flywheel.cli.options import (
     workload_options,
     write_file,
 )
-from flywheel.cli.text import complain, note, percent, show_json, size, us
+from flywheel.cli.text import complain, note, percent, predicted, show_json, size, us
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
@@ -97,7 +97,7 @@ def lower(
         f"{program.meta['model']} on {_gpus(program)}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
         f"{size(summary['weight_bytes'])} of weights read a step{' and GPU' if program.ranks > 1 else ''}, "
         f"floor {us(summary['floor_us'])}; "
-        f"predicted {us(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
+        f"predicted {predicted(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
         f"program {summary['program_id']}"
     )
     if summary["no_kernels"] is not None:

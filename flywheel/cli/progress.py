@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from flywheel.cli.drain import SIGNALS
-from flywheel.cli.text import amount, counts, duration, escaped, note, percent, us
+from flywheel.cli.text import amount, counts, duration, escaped, note, percent, us, us_of
 from flywheel.process import handling
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class PlainLines:
         best = progress.best
         standing = "none feasible yet"
         if best is not None:
-            found = f"{us(best.objective_us)} {best.kind}, {percent(best.floor_fraction)} of floor"
+            found = f"{us_of(best)} {best.kind}, {percent(best.floor_fraction)} of floor"
             standing = f"best {found}, trial {best.trial}"
         width = len(str(self._spec.trials))
         pace = f"  {progress.new_trials / progress.elapsed_s:.1f} trials/s" if progress.elapsed_s > SETTLED_S else ""
@@ -219,7 +219,7 @@ class LivePanel:
         if best is None:
             return "none yet"
         floor = f"floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
-        return Text.assemble((us(best.objective_us), "bold green"), f" {best.kind}; {floor}")
+        return Text.assemble((us_of(best), "bold green"), f" {best.kind}; {floor}")
 
     def _pace(self, start: Start) -> tuple[str, str]:
         progress, elapsed_s = self._progress, monotonic() - self._began

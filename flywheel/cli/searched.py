@@ -9,7 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.options import DEFAULT_STORE, STDOUT
-from flywheel.cli.text import Command, amount, counts, duration, pairs, percent, show, ties, us, us_a_token
+from flywheel.cli.text import (
+    Command,
+    amount,
+    counts,
+    duration,
+    pairs,
+    percent,
+    predicted,
+    predicted_a_token,
+    show,
+    ties,
+    us,
+    us_a_token,
+    us_of,
+)
+from flywheel.cost_model.band import band_of
 from flywheel.ir import config_from_dict
 from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
@@ -30,6 +45,7 @@ _STOPPED: Final = {
     "time": "the time is up",
     "until": "the floor fraction is reached",
     "patience": "no gain for too long",
+    "alike": "further predictions cannot be told apart, so measuring is next",
     "exhausted": "nothing is left to try",
     "interrupted": "interrupted",
 }
@@ -66,6 +82,7 @@ def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]
             "config_id": best.config_id,
             "program_id": best.program_id,
             "predicted_us": best.predicted_us,
+            "predicted_range_us": _range_us(best),
             "latency_us": best.latency_us,
             "floor_us": best.floor_us,
             "floor_fraction": best.floor_fraction,
@@ -108,11 +125,12 @@ def known_document(known: Known, batch: int) -> dict[str, Any]:
 def _headline(spec: CampaignSpec, result: CampaignResult, answer: Known | None) -> str:
     best = result.best
     if best is not None and (answer is None or answer.origin is best):
-        assert best.objective_us is not None
-        return (
-            f"{spec.work}: {best.kind} {us_a_token(best.objective_us, spec.batch)}; "
-            f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
-        )
+        floor = f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
+        if best.latency_us is not None:
+            return f"{spec.work}: {best.kind} {us_a_token(best.latency_us, spec.batch)}; {floor}"
+        assert best.predicted_us is not None
+        band = band_of(best.gpu, best.predictor or "")
+        return f"{spec.work}: predicted {predicted_a_token(best.predicted_us, spec.batch, band)}; {floor}"
     if answer is None:
         return f"{spec.work}: nothing feasible in {amount(result.trials, 'trial')}"
     return f"{spec.work}: measured {us_a_token(answer.latency_us, spec.batch)} by {answer.words}"
@@ -122,7 +140,19 @@ def _beaten(best: TrialRecord | None, answer: Known | None) -> str | None:
     """That a measured schedule goes before this search's prediction, if one does."""
     if answer is None or best is None or answer.origin is best:
         return None
-    return f"{us(best.objective_us)} for the best of this search; a prediction does not replace a measurement"
+    return f"{us_of(best)} for the best of this search; a prediction does not replace a measurement"
+
+
+def _range_us(best: TrialRecord) -> list[float] | None:
+    """Between which times in us a measurement of a predicted row is expected."""
+    if best.predicted_us is None:
+        return None
+    return list(band_of(best.gpu, best.predictor or "").around(best.predicted_us))
+
+
+def _range(best: TrialRecord) -> str:
+    """What the range of a prediction rests on."""
+    return f"{band_of(best.gpu, best.predictor or '').why}; only a measurement tells"
 
 
 def _next(start: Start, result: CampaignResult, answer: Known | None, store: str | None) -> list[str]:
@@ -151,12 +181,13 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
         *pairs(
             [
                 ("campaign", result.name),
-                ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),
+                ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_why(spec, result)}"),
                 ("outcomes", counts(result.outcomes)),
                 ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
                 ("steered", _steered(result)),
                 ("measured on", None if answer is None or answer.origin is best else answer.measured_on),
                 ("predicted", _beaten(best, answer)),
+                ("range", None if best is None or answer is not None else _range(best)),
                 *(_found(_space(spec), best, rows) if best is not None else ()),
                 ("tied", ties((row_name(record, rows), record.latency_us) for record in result.tied)),
                 ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
@@ -169,6 +200,11 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
     )
 
 
+def _why(spec: CampaignSpec, result: CampaignResult) -> str:
+    """What ended the search, in words."""
+    return _STOPPED["alike" if result.stopped == "patience" and spec.measure == "predict" else result.stopped]
+
+
 def _saved(spec: CampaignSpec, result: CampaignResult) -> int:
     """How many trials of a measuring campaign were only predicted, and not measured for that."""
     return result.outcomes.get("predicted", 0) if spec.measure == "cuda" else 0
@@ -179,7 +215,7 @@ def _steered(result: CampaignResult) -> str | None:
     said = result.foreseen
     if not said.count:
         return None
-    return f"by {said.count:,} predictions in {duration(said.seconds)}, the best {us(said.least_us)}"
+    return f"by {said.count:,} predictions in {duration(said.seconds)}, the best {predicted(said.least_us)}"
 
 
 def _rows(store: str, result: CampaignResult) -> list[TrialRecord]:

@@ -21,7 +21,7 @@ from flywheel.cli.options import (
     json_option,
     write_file,
 )
-from flywheel.cli.text import pairs, percent, show, show_table, size, us
+from flywheel.cli.text import pairs, percent, predicted, show, show_table, size, us
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
 from flywheel.errors import ConfigError, InvalidProgramError, UsageError
@@ -155,7 +155,7 @@ def _show(file: str, document: dict[str, Any]) -> None:
                 ("counters", f"{document['fired']:,} tasks fire, {len(stuck):,} stuck{_some(stuck)}"),
                 ("orders", f"{document['seeds']} worst-case, {len(document['violations'])} violations"),
                 *(("violation", violation) for violation in document["violations"][:SHOWN]),
-                ("predicted", prediction and f"{us(prediction['latency_us'])} by the cost model "
+                ("predicted", prediction and f"{predicted(prediction['latency_us'])} by the cost model "
                                              f"(version {prediction['predictor']})"),
                 ("floor", prediction and us(prediction["floor_us"])),
                 ("reached", prediction and f"{percent(prediction['floor_fraction'])} of the floor"),

@@ -17,13 +17,17 @@ from math import isfinite
 from pathlib import Path
 from shutil import get_terminal_size, which
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from flywheel.cli.output import on_terminal, write_err, write_out
 from flywheel.errors import OutputError
-from flywheel.measure.latency import tokens_per_s
+from flywheel.measure.latency import rounded, tokens_per_s
+
+if TYPE_CHECKING:
+    from flywheel.cost_model.band import Band
+    from flywheel.measure.record import TrialRecord
 
 HELP: Final = MappingProxyType({"help_option_names": ["-h", "--help"], "max_content_width": 100})
 """How every command shows its help."""
@@ -284,6 +288,25 @@ def amount(number: int, noun: str) -> str:
 def us(value: float | None) -> str:
     """A time in us as text."""
     return ABSENT if value is None else f"{value:,.1f} us"
+
+
+def predicted(value: float | None) -> str:
+    """A predicted time in us as text, with no more digits than a prediction has."""
+    return ABSENT if value is None else f"{rounded(value)} us"
+
+
+def us_of(record: TrialRecord) -> str:
+    """A row's latency as text."""
+    return predicted(record.predicted_us) if record.latency_us is None else us(record.latency_us)
+
+
+def predicted_a_token(value: float, batch: int, band: Band) -> str:
+    """As `us_a_token`, with the range in which a measurement is expected: `3,470 us a token (288 tokens/s), measured
+    perhaps 2,990 to 3,920 us`."""
+    low, high = (rounded(end) for end in band.around(value))
+    step = "token" if batch == 1 else "step"
+    rate = rounded(tokens_per_s(value, batch))
+    return f"{predicted(value)} a {step} ({rate} tokens/s), measured perhaps {low} to {high} us"
 
 
 def us_a_token(value: float, batch: int) -> str:

@@ -25,7 +25,7 @@ from flywheel.cli.options import (
     weights_option,
     write_file,
 )
-from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table, size, us
+from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table, size, us, us_of
 from flywheel.errors import UnknownNameError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.plan import program_id
@@ -134,7 +134,7 @@ def _best(store: str, campaign: str) -> Schedule:
         best = best_of(records)
         if best is None:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
-    note(f"{best.campaign}, {row_name(best, records)}: {best.kind} {us(best.objective_us)}")
+    note(f"{best.campaign}, {row_name(best, records)}: {best.kind} {us_of(best)}")
     config = config_from_dict(json.loads(best.config))
     work = (best.model, best.gpu, best.dtype, best.context, best.batch)
     return Schedule(*work, config, best.config_id, best.program_id, best.weights or best.dtype)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
-from typing import Literal
+from math import floor, isfinite, log10
+from typing import Final, Literal
 
 L2State = Literal["clean", "flushed", "warm"]
 """The L2 cache before each sample: emptied by reads (clean), emptied by writes that may still be on their way to memory
@@ -14,6 +14,16 @@ L2State = Literal["clean", "flushed", "warm"]
 def tokens_per_s(latency_us: float, batch: int) -> float:
     """Tokens a second of all `batch` sequences together, where a step that makes one of each takes `latency_us`."""
     return batch * 1e6 / latency_us
+
+
+_DIGITS: Final = 3
+"""Significant digits of a prediction that people are shown. Schedules of a search differ by less than a percent."""
+
+
+def rounded(predicted: float) -> str:
+    """A predicted number as text with no more digits than a prediction has: `3,470`, `0.0123`."""
+    place = _DIGITS - 1 - floor(log10(predicted)) if predicted > 0.0 else 0
+    return f"{round(predicted, place):,.{max(place, 0)}f}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from flywheel.measure.latency import tokens_per_s
+from flywheel.cost_model.band import band_of
+from flywheel.measure.latency import rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name
 from flywheel.report.changes import Change, changes
@@ -85,8 +86,14 @@ def _head(facts: Facts) -> list[str]:
         kind = "predicted by a cost model" if best.is_predicted else f"measured on {best.gpu_name or campaign.gpu}"
         kind += f", imported from {best.imported_from}" if best.is_imported else ""
         step = "token" if campaign.batch == 1 else "step"
-        tiles.append(("best, " + best.kind, f"{best.objective_us:,.1f} us a {step}"))
+        took = rounded(best.objective_us) if best.is_predicted else f"{best.objective_us:,.1f}"
+        tiles.append(("best, " + best.kind, f"{took} us a {step}"))
         tiles.append(("tokens a second", f"{tokens_per_s(best.objective_us, campaign.batch):,.0f}"))
+        if best.is_predicted:
+            band = band_of(campaign.gpu, best.predictor or "")
+            low, high = (rounded(end) for end in band.around(best.objective_us))
+            tiles.append(("us where it is measured, perhaps", f"{low} to {high}"))
+            kind += f"; {band.why}"
         if best.floor_us is not None:
             tiles.append(("weight floor", f"{best.floor_us:,.1f} us"))
         if best.floor_fraction is not None:

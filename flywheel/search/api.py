@@ -14,7 +14,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.campaign import CampaignResult, Progress
 from flywheel.search.run import Start, run_search
-from flywheel.search.spec import DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
+from flywheel.search.spec import BUDGETS, DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.workload import default_context
 from flywheel.store.frame import to_dataframe
@@ -110,9 +110,8 @@ def search(
         fix={knob: str(value) for knob, value in (fix or {}).items()}, **chosen,
     )  # fmt: skip
     started: list[Start] = []
-    result = run_search(
-        spec, str(store), fresh=fresh, given=chosen.keys(), announce=started.append, watch=watch or (lambda _: None)
-    )
+    told: dict[str, Any] = {"announce": started.append, "watch": watch or (lambda _: None)}
+    result = run_search(spec, str(store), fresh=fresh, given={*chosen, *BUDGETS}, **told)
     notes = notes_of_defaults({"gpu": gpu, "context": context}, asked)
     return _found(result, str(store), (*notes, *started[0].notes))
 

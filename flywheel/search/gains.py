@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flywheel.measure.latency import rounded
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, ranked, tied_with
 from flywheel.search.space import Space
@@ -62,7 +63,8 @@ def gains_in_words(gains: Gains) -> str | None:
 
 
 def _over(best: TrialRecord, other: TrialRecord, what: str) -> str:
-    return f"{faster(best, other) * 100:.1f} % over {what} ({_latency(other):,.1f} us)"
+    took = rounded(_latency(other)) if other.latency_us is None else f"{other.latency_us:,.1f}"
+    return f"{faster(best, other) * 100:.1f} % over {what} ({took} us)"
 
 
 def gains_document(gains: Gains | None) -> dict[str, float | bool | None] | None:

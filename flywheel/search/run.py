@@ -22,7 +22,7 @@ from flywheel.search.sampling.foresight import Foresight, is_calibrated
 from flywheel.search.sampling.samplers import make_sampler
 from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Space, check_runnable, make_space
-from flywheel.search.spec import METHOD, CampaignSpec, with_name
+from flywheel.search.spec import BUDGETS, METHOD, PREDICTED_PATIENCE, CampaignSpec, with_name
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.trials.sites import open_engine, open_site
 from flywheel.search.workload import make_workload, notes_of_search
@@ -55,14 +55,15 @@ def run_search(
     store_url: str,
     *,
     fresh: bool = False,
-    given: Collection[str] = METHOD,
+    given: Collection[str] = (*METHOD, *BUDGETS),
     announce: Callable[[Start], None] = lambda _: None,
     watch: Callable[[Progress], None] = lambda _: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> CampaignResult:
     """Run or resume the campaign that `spec` describes, in the store at `store_url`.
 
-    `given` names the options of `spec` that somebody chose. A campaign that is resumed keeps the others of METHOD.
+    `given` names the options of `spec` that somebody chose. A campaign that is resumed keeps the others of METHOD. If
+    none of BUDGETS was chosen, a search that predicts ends after PREDICTED_PATIENCE trials without a gain.
 
     Raises InvalidProgramError where no schedule has kernels, UnknownNameError, UnsupportedModelError, ConfigError,
     UsageError, NoGpuError, KernelCompileError and StoreError; a worker that cannot start on the GPU raises what stops
@@ -84,6 +85,8 @@ def run_search(
     ):
         spec = with_name(replace(spec, model=workload.model, gpu=workload.gpu), site.measure, predictor.version)
         spec = resumed(spec, store, fresh, given)
+        if site.measure != "cuda" and spec.sampler != "grid" and not {*BUDGETS} & {*given}:
+            spec = replace(spec, patience=PREDICTED_PATIENCE)
         if site.measure != "cuda":
             space = make_space(workload, {**UNPREDICTED, **spec.fix})
         with (

@@ -23,6 +23,13 @@ DEFAULT_PREDICTIONS = 400
 METHOD: Final = ("sampler", "seed", "seeds", "warm")
 """Options that say how a campaign proposes schedules. All its runs have the same."""
 
+BUDGETS: Final = ("trials", "time_s", "until", "patience")
+"""Options that end a run."""
+
+PREDICTED_PATIENCE: Final = 60
+"""Trials without a gain after which a search that predicts ends, where nobody chose a budget: further predictions
+cannot be told apart, and only measurements could."""
+
 _MOST: Mapping[str, int] = {"jobs": 1024, "workers": 1024, "predictions": 10**6}
 """The most that a campaign may ask for: processes (`jobs`, `workers`), and predictions before the first trial."""
 _MOST_OF_ALL = 2**63 - 1

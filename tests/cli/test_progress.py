@@ -40,7 +40,7 @@ def test_the_panel_shows_best_floor_outcomes_rate_and_time_left(start: Start, pr
         panel.watch(progress)
         panel.drain()
     text = screen.getvalue()
-    for words in ("m on h100", "1,000.0 us predicted", "80.0 % reached", "predicted 6, timed out 2", "8/40", "2.0/s"):
+    for words in ("m on h100", "1,000 us predicted", "80.0 % reached", "predicted 6, timed out 2", "8/40", "2.0/s"):
         assert words in text
     assert "at trial 7, 0 trials and" in text
     assert "again to abort" in text
@@ -98,7 +98,7 @@ def test_plain_lines_speak_of_improvements_only(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 2
-    assert " 8/40 trials  best 1,000.0 us predicted, 80.0 % of floor, trial 7" in shown.err
+    assert " 8/40 trials  best 1,000 us predicted, 80.0 % of floor, trial 7" in shown.err
 
 
 def test_plain_lines_break_a_long_silence(

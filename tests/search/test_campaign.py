@@ -238,3 +238,12 @@ def test_a_model_that_changed_under_its_name_is_not_resumed(lab: Any) -> None:
     changed = make_space(Workload("small", replace(work.spec, vocab=301), work.target, "bf16", 64))
     with pytest.raises(UsageError, match=r"^campaign 'toy' searched another model of that name; --fresh"):
         open_campaign(lab.spec(), changed, lab.store, fresh=False)
+
+
+def test_a_prediction_that_is_hardly_better_is_no_gain(lab: Any) -> None:
+    steps = iter([100.0, 99.9, 99.8, 99.7, 99.6, 99.0, 98.0])
+    closer = InlineEngine(lab.bench(lambda program: Predicted(PredictedLatency(next(steps), "closer"))))
+    result = lab.run(lab.spec(patience=4, trials=10), closer)
+    assert (result.stopped, result.trials) == ("patience", 5)
+    assert lab.run(lab.spec(patience=4, trials=10), closer).new_trials == 0
+    assert lab.run(lab.spec(patience=5, trials=6), closer).new_trials == 1

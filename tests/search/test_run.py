@@ -156,3 +156,14 @@ def test_a_search_that_only_predicts_leaves_alone_what_the_cost_model_does_not_k
             for name in ("tiny", "asked")
         ]
     assert pauses == [{0}, {2000}]
+
+
+def test_a_search_that_predicts_ends_where_nobody_chose_a_budget_and_nothing_more_can_be_told(
+    tiny: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.search.run.PREDICTED_PATIENCE", 5)
+    alike = run_search(campaign(tiny, trials=60), url, given=())
+    assert alike.stopped == "patience"
+    assert 5 < alike.trials < 60
+    chosen = run_search(campaign(tiny, trials=alike.trials + 1), url, given=("trials",))
+    assert (chosen.stopped, chosen.trials) == ("trials", alike.trials + 1)
