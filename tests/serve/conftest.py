@@ -26,10 +26,14 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `make_checkpoint`."""
+    return make_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+
+
+def make_checkpoint(folder: Path) -> Path:
     """A small random llama with a tokenizer of bytes and a chat template; its end is token 259."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("served") / "tiny"
     torch.manual_seed(3)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
