@@ -24,6 +24,7 @@ from flywheel.cli.decoding import (
 from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import command, json_option, ranks_option, sampling_options, store_option
 from flywheel.cli.text import duration, note, show_document, show_json
+from flywheel.decode.notes import notes_of_tokenizer
 from flywheel.decode.sampling import Sampling
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
@@ -105,7 +106,7 @@ def generate(
         )
         program = lowered.program
         request = _request(program, source, ids, max_tokens, tokenizer)
-        notes = (*notes_of_program(program, source, seed), *lowered.notes)
+        notes = (*notes_of_program(program, source, seed), *lowered.notes, *notes_of_tokenizer(tokenizer))
         announce_notes(notes)
         shown = _Shown(tokenizer, as_json) if stream else None
         generation = _run(program, source, request, device, sampling, verify, shown)

@@ -13,11 +13,13 @@ from flywheel.models.catalog import unread_weights
 from flywheel.models.hf import foreign_fields
 from flywheel.models.schemes import Scheme
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # the first imports torch
     from flywheel.decode.source import Source
+    from flywheel.models.tokenizer import Tokenizer
 
 Code = Literal[
-    "random-weights", "activations", "ignored-fields", "defaults", "schedule", "another-model", "another-program"
+    "random-weights", "activations", "ignored-fields", "defaults", "schedule", "another-model", "another-program",
+    "tokenizer",
 ]
 
 
@@ -53,6 +55,14 @@ def notes_of_model(
         words = ", ".join(ignored)
         notes.append(Note("ignored-fields", f"{name}: config.json has {words}; as in transformers, that has no effect"))
     return tuple(notes)
+
+
+def notes_of_tokenizer(tokenizer: Tokenizer | None) -> tuple[Note, ...]:
+    """The note of a tokenizer that splits texts otherwise than its tokenizer.json says."""
+    if tokenizer is None or not tokenizer.splits_anew:
+        return ()
+    text = "the tokenizer_class splits some texts otherwise than tokenizer.json, as in transformers 5"
+    return (Note("tokenizer", text),)
 
 
 def notes_of_defaults(settled: Mapping[str, object], asked: Mapping[str, object]) -> tuple[Note, ...]:

@@ -35,9 +35,6 @@ LIMIT_S: Final = 30.0
 """Longest that reading a tokenizer, encoding a prompt or decoding a text may take."""
 
 
-_ANEW: Final = "its tokenizer_class splits texts otherwise than its tokenizer.json, as in transformers 5"
-
-
 class Tokenizer:
     """The tokenizer of a checkpoint's directory. It runs in a process of its own until `close`, since a file can make
     the library panic, take all memory or match a pattern for hours.
@@ -55,8 +52,8 @@ class Tokenizer:
         found = self._begin()
         self.end_id: Final[int | None] = found["end_id"]
         """The id of its end-of-text token; None where it has none."""
-        self.note: Final = _ANEW if found["anew"] else None
-        """What users should know of it."""
+        self.splits_anew: Final[bool] = found["anew"]
+        """Whether it splits texts otherwise than tokenizer.json says."""
 
     def __enter__(self) -> Self:
         return self

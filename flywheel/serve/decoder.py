@@ -71,9 +71,10 @@ class Decoder:
         close: Callable[[], None], notes: tuple[Note, ...] = (),
     ) -> None:  # fmt: skip
         """`folder` has the tokenizer and the ids of tokens that end a text."""
+        from flywheel.decode.notes import notes_of_tokenizer
+
         self.name: Final = name
         self.schedule: Final = schedule
-        self.notes: Final = notes
         self.device: Final = device
         self.context: Final = session.context
         self.vocab: Final = spec.vocab
@@ -82,6 +83,7 @@ class Decoder:
         self._close = close
         self._folder = folder
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
+        self.notes: Final = (*notes, *notes_of_tokenizer(self._tokenizer))
         self._stop_ids = frozenset[int]() if folder is None else end_ids(folder, self._tokenizer)
         self._batch = Batch(session, _no_texts if self._tokenizer is None else self._tokenizer.decode_each)
         self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import described, write
 from click.testing import Result
 from safetensors.torch import save_file
+from tokenizer_directories import FAMILIES, Directory
 
 import flywheel
 from flywheel.decode.source import open_source
@@ -89,6 +90,17 @@ def test_decoders_and_the_process_of_a_server_have_it(noted: tuple[str, Path, st
         assert engine.start().notes == decoder.notes
     finally:
         engine.close()
+
+
+def test_a_class_that_splits_otherwise_than_the_file_is_told(tmp_path: Path, run: Run) -> None:
+    files = {name: content for name, content in FAMILIES["smollm2"]().items() if name != "config.json"}
+    model = Directory("smollm2", files).write(plain(tmp_path))
+    result = run("generate", "--model", model, "--context", 8, "--prompt-ids", "1", "--max-tokens", 1, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("the tokenizer_class splits some texts otherwise than tokenizer.json") == 1
+    assert "tokenizer" in codes_of(json.loads(result.stdout))
+    with flywheel.Decoder.load(str(model), device="reference", context=8) as decoder:
+        assert [each.code for each in decoder.notes].count("tokenizer") == 1
 
 
 def test_a_search_has_the_notes_of_its_model(tmp_path: Path, run: Run) -> None:
