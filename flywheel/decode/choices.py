@@ -66,8 +66,7 @@ class Choices:
 
     def replace(self, tokens: Tensor, logits: Tensor, positions: Mapping[int, int]) -> None:
         """Write the tokens that rows draw over the program's own choices in `tokens` [batch], integers. `positions` has
-        the positions of the launch's rows. Where the program has chosen NO_TOKEN, or a row's scores are not finite, the
-        row has NO_TOKEN."""
+        the positions of the launch's rows. A row whose scores are not finite draws NO_TOKEN."""
         asked = {row: each for row, each in self._asked.items() if row in positions}
         if not asked:
             return
@@ -76,8 +75,7 @@ class Choices:
                 self._generator.manual_seed((each.seed * _SPREAD + positions[row]) % 2**63)
                 self._noise[row].exponential_(generator=self._generator)
         chosen = self._choose(logits.float(), asked)
-        drawn = (self._column("chosen")[:, 0] > 0) & (tokens != NO_TOKEN)
-        tokens.copy_(torch.where(drawn, chosen.to(tokens.dtype), tokens))
+        tokens.copy_(torch.where(self._column("chosen")[:, 0] > 0, chosen.to(tokens.dtype), tokens))
         if any(each.repetition_penalty != 1.0 for each in asked.values()):
             self._seen.scatter_(1, tokens.long().clamp(min=0)[:, None], True)
 

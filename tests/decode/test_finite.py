@@ -92,7 +92,7 @@ def test_a_score_of_what_is_not_finite_is_infinite_on_either_side_and_on_both(
 
 def test_a_score_of_numbers_too_large_to_square_is_infinite_and_not_zero() -> None:
     want = torch.full((1, 8), 1e20)
-    assert score(want * 1.1, want).isinf().all()
+    assert score(want * 1.01, want).isinf().all()
 
 
 @given(places, bad, st.sampled_from([DType.F16, DType.BF16, DType.F32]))
