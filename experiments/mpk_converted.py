@@ -34,7 +34,7 @@ def main() -> None:
         source = open_source(model)
         program = convert(graph_of(name), source.spec, TARGETS["h200"], 512)
         converted = trace_step(program, source, CONTEXT - 1, 0)
-        shipped = trace_step(lower_model(source, None, "h200", "bf16", 512, "cuda"), source, CONTEXT - 1, 0)
+        shipped = trace_step(lower_model(source, None, "h200", "bf16", 512, "cuda").program, source, CONTEXT - 1, 0)
         verdict = converted.verdict
         assert verdict.passed
         print(

@@ -78,9 +78,12 @@ def test_a_schedule_is_shipped_or_the_export_says_that_none_is(run: Run, checkpo
 def test_a_config_without_a_context_takes_the_models_where_it_is_shorter_than_512(run: Run, checkpoint: Path) -> None:
     Path("config.json").write_text(json.dumps(config_to_dict(ScheduleConfig())))
     asked = ("export", "--format", "bundle", "--config", "config.json", "--model", checkpoint, "--gpu", "h200")
-    result = run(*asked, "--output", "bundle")
+    result = run(*asked, "--output", "bundle", "--json")
     assert result.exit_code == 0, result.stderr
     assert read_bundle(Path("bundle")).manifest["model"]["context"] == 64
+    (note,) = json.loads(result.stdout)["notes"]
+    assert (note["code"], result.stderr.count(note["text"])) == ("defaults", 1)
+    assert "context 64" in note["text"]
     refused = run(*asked, "--output", "other", "--context", 65)
     assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
     assert "context 65 is not in 1..64" in refused.stderr

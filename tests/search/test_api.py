@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import inspect
+import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -112,3 +115,15 @@ def test_an_unknown_name_is_no_attribute() -> None:
 
 def test_load_schedule_is_there_and_starts_nothing_else() -> None:
     assert python("import flywheel; print(flywheel.load_schedule.__module__)") == "flywheel.store.schedule"
+
+
+def test_a_campaign_of_a_version_without_windows_is_resumed(tmp_path: Path) -> None:
+    store = tmp_path / "trials.db"
+    search(**WORK, trials=1, name="old", store=store)
+    with closing(sqlite3.connect(store)) as opened:
+        ((spec,),) = opened.execute("SELECT spec FROM campaigns").fetchall()
+        described = json.loads(spec)
+        assert described["decoder"].pop("window") is None
+        opened.execute("UPDATE campaigns SET spec = ?", [json.dumps(described)])
+        opened.commit()
+    assert search(**WORK, trials=2, name="old", store=store).trials == 2
