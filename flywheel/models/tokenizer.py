@@ -49,7 +49,9 @@ class Tokenizer:
         if not has_tokenizer(folder):
             raise UsageError(f"{str(folder)!r} has no {TOKENIZER}, which a text prompt needs; give token ids instead")
         self._process: subprocess.Popen[bytes] | None = None
+        self._template: str | None = None
         found = self._begin()
+        self._template = found["template"]
         self.end_id: Final[int | None] = found["end_id"]
         """The id of its end-of-text token; None where it has none."""
         self.splits_anew: Final[bool] = found["anew"]
@@ -83,7 +85,7 @@ class Tokenizer:
         try:
             self._process = start_child(start)
         except OSError as error:
-            raise self._failure(f"its tokenizer's process cannot be started: {error.strerror or error}") from None
+            raise self._failure({}, f"its process cannot be started: {error.strerror or error}") from None
         return self._tell({"open": str(self._folder)})
 
     def encode(self, text: str) -> list[int]:
@@ -129,7 +131,7 @@ class Tokenizer:
         """The answer. If none comes, the process is ended, so that no late answer is taken for the next request's."""
         answer = None
         try:
-            answer = json.loads(self._line(json.dumps(request).encode() + b"\n"))
+            answer = json.loads(self._line(request))
         finally:
             if answer is None or "error" in answer:
                 self.close()
@@ -138,32 +140,34 @@ class Tokenizer:
         if "file" in answer:
             raise TokenizerError(self._folder / answer["file"], answer["why"])
         if "error" in answer:
-            raise self._failure(f"fails as a tokenizer: {answer['error']}")
+            raise self._failure(request, f"fails: {answer['error']}")
         return answer["done"]
 
-    def _failure(self, why: str) -> TokenizerError:
-        return TokenizerError(self._folder / TOKENIZER, why)
+    def _failure(self, request: Mapping[str, object], why: str) -> TokenizerError:
+        """The error of a request that ends the process. A chat template is more likely to loop than a tokenizer."""
+        return TokenizerError(self._folder / ((self._template if "chat" in request else None) or TOKENIZER), why)
 
-    def _line(self, request: bytes) -> bytes:
+    def _line(self, request: Mapping[str, object]) -> bytes:
         """The process's next line, within LIMIT_S, reading while it writes."""
+        said = json.dumps(request).encode() + b"\n"
         process = self._process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         deadline, parts = monotonic() + LIMIT_S, [b""]
-        if len(request) <= select.PIPE_BUF:  # an empty pipe takes it at once
-            _send(process.stdin, request)
+        if len(said) <= select.PIPE_BUF:  # an empty pipe takes it at once
+            _send(process.stdin, said)
         else:
-            threading.Thread(target=_send, args=(process.stdin, request), daemon=True).start()
+            threading.Thread(target=_send, args=(process.stdin, said), daemon=True).start()
         while not parts[-1].endswith(b"\n"):
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - monotonic()))
             if not ready:
-                raise self._failure(f"its tokenizer has no answer after {LIMIT_S:g} s")
+                raise self._failure(request, f"has no answer after {LIMIT_S:g} s")
             parts.append(process.stdout.read(_READ_BYTES) or b"")
             if not parts[-1]:
                 code = process.wait()
                 died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                raise self._failure(f"ends the library that reads it, with {died}")
+                raise self._failure(request, f"ends the library that reads it, with {died}")
         return b"".join(parts)
 
 

@@ -48,13 +48,19 @@ def main() -> None:
         try:
             if loaded is None:
                 loaded = load(Path(request["open"]))
-                _answer(answers, done={"end_id": loaded.end_id, "anew": loaded.anew})
+                _answer(answers, done=about(loaded))
             else:
                 _answer(answers, done=done(loaded, request))
         except RequestError as error:
             _answer(answers, refused=str(error))
         except TokenizerError as error:
             _answer(answers, file=error.file.name, why=error.why)
+
+
+def about(loaded: Any) -> dict[str, Any]:
+    """What the other side has to know of a tokenizer. `template` is the name of the file that has its template."""
+    file = next(iter(loaded.templates.named.values()), (None, ""))[0]
+    return {"end_id": loaded.end_id, "anew": loaded.anew, "template": file}
 
 
 def done(loaded: Any, request: Mapping[str, Any]) -> Any:
