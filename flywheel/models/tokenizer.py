@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -100,8 +101,8 @@ class Tokenizer:
         Messages have a `role` and a `content`. Raises UsageError also where there is no template, and RequestError
         where the template refuses the conversation.
         """
-        if find_spec("jinja2") is None:
-            raise UsageError(f"a chat needs jinja2: {install_line('hf')}")
+        if not _has_jinja():
+            raise UsageError(f"a chat needs jinja2 3.1.6 or newer: {install_line('hf')}")
         ids: list[int] | None = self._ask({"chat": [dict(message) for message in messages]})
         if ids is None:
             raise UsageError(f"{str(self._folder)!r} has no chat template")
@@ -177,6 +178,15 @@ def _send(stream: IO[bytes], request: bytes) -> None:
     with suppress(OSError, ValueError):
         while view:
             view = view[stream.write(view) or 0 :]
+
+
+def _has_jinja() -> bool:
+    """Whether there is a jinja2 whose sandbox holds strangers' templates. Source: CVE-2025-27516, mended in 3.1.6."""
+    try:
+        found = re.findall(r"\d+", version("jinja2"))
+    except PackageNotFoundError:
+        return False
+    return [int(part) for part in found[:3]] >= [3, 1, 6]
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -188,6 +188,19 @@ def test_a_template_that_is_none_is_the_files_fault(template: str, folder: Path)
         assert tokenizer.encode("hello") == [0, 1]
 
 
+@pytest.mark.parametrize(("found", "holds"), [("3.1.5", False), ("3.1.6", True), ("3.2", True), ("4.0.0rc1", True)])
+def test_a_sandbox_that_does_not_hold_renders_no_template(
+    found: str, holds: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.models.tokenizer.version", lambda name: found)
+    with Tokenizer(chatting(folder, "{{ messages[0].content }}")) as tokenizer:
+        if holds:
+            assert tokenizer.chat(HELLO) == [1]
+        else:
+            with pytest.raises(UsageError, match=r"^a chat needs jinja2 3\.1\.6 or newer: pip install "):
+                tokenizer.chat(HELLO)
+
+
 def test_half_a_character_is_the_requests_fault(folder: Path) -> None:
     with Tokenizer(chatting(folder, "{{ messages[0].content }}")) as tokenizer:
         process = tokenizer._process
