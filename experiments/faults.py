@@ -1,7 +1,8 @@
 """Lets everything fail under searches: `python experiments/faults.py [--short]`. Needs PostgreSQL's server.
 
 Each line is one kind of fault on one kind of store. Coordinators and their processes are killed at random moments, also
-before they have started. A server is frozen or stopped, or its database is dropped. A disk is full. Two coordinators
+before they have started; the processes below a coordinator are stopped (SIGSTOP) at random moments, and it must name
+and replace them. A server is frozen or stopped, or its database is dropped. A disk is full. Two coordinators
 share a campaign, for each sampler, and one runs alone for comparison.
 
 Searches are commands, as users start them. After each fault the rows are compared with the trials that the searches
@@ -38,6 +39,8 @@ from postgres_server import MISSING, Server, find_binaries  # noqa: E402
 
 LIMIT_S = 45.0
 """Longest time from a store's fault to the end of the searches that it fails."""
+STOPPED_S = 30.0
+"""How long a process may be stopped: a run that takes longer was held up by one."""
 HANG_S = 300.0
 SAMPLERS = ("grid", "descent", "local", "tpe", "gp", "cmaes", "random")
 EXACT = ("grid", "descent", "local")
@@ -213,6 +216,31 @@ def kill_at_random(lab: Lab, place: Place, sampler: str, kills: int, seed: int) 
     return line
 
 
+def stop_at_random(lab: Lab, place: Place, stops: int, seed: int) -> Line:
+    """Stop one process below a search, whichever, whenever; the search ends anyway. So many times, each a new run."""
+    line, chance, url = Line("sigstop", place.kind, "descent"), random.Random(seed), place.url()
+    said: list[dict[str, Any]] = []
+    wanted = 0
+    while line.faults < stops and not line.wrong:
+        wanted += lab.trials
+        search = lab.search(url, "descent", 2, trials=wanted)
+        sleep(chance.uniform(0.0, 2 * START_S))
+        victims = search.processes()[1:]
+        if search.process.poll() is None and victims:
+            with suppress(ProcessLookupError):  # a command that looks for GPUs has ended
+                os.kill(chance.choice(victims), signal.SIGSTOP)
+                line.faults += 1
+        start = monotonic()
+        check_end(line, search, (0,), complaints=100)  # progress that is slow, too
+        took_s = monotonic() - start
+        if took_s > STOPPED_S and not any(" is stopped, " in each for each in search.complaints()):
+            line.wrong.append(f"{took_s:.0f} s without a word of who is stopped: {search.complaints()[-3:]}")
+        line.ended_s = max(line.ended_s, took_s)
+        said += search.reported()
+    check_rows(line, url, said, wanted)
+    return line
+
+
 def share(lab: Lab, place: Place, sampler: str, judged: bool) -> Line:
     """Two coordinators of one campaign, and where `judged`, what one takes for it."""
     line, url = Line("shared", place.kind, sampler), place.url()
@@ -301,6 +329,8 @@ def lines(lab: Lab, places: Sequence[Place], kills: int, short: bool) -> Iterato
     for place in places:
         for number, sampler in enumerate(("descent",) if short else ("descent", "grid", "tpe")):
             yield f"kill {place.kind} {sampler}", partial(kill_at_random, lab, place, sampler, kills, seed=number)
+        if place.server is None:
+            yield "sigstop", partial(stop_at_random, lab, place, 1 if short else kills, seed=0)
         for sampler in ("grid",) if short else SAMPLERS:
             yield f"shared {place.kind} {sampler}", partial(share, lab, place, sampler, judged=not short)
         if not short:

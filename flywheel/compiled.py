@@ -22,7 +22,7 @@ from flywheel.sealed import seal, unseal, write_whole
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-_WAIT_S: Final = 300.0
+_WAIT_S: Final = 120.0
 """Most wall seconds that another process may take to compile a function. Then this one compiles it, too."""
 _SAY_S: Final = 5.0
 _ASK_S: Final = 0.1

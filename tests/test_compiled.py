@@ -124,7 +124,7 @@ def test_who_waits_for_another_process_says_so(warm: Place) -> None:
         process = warm.start(f"import flywheel.compiled\nflywheel.compiled._SAY_S = 0.2\n{SCRIPT}")
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert line == f"flywheel: waits for another process that compiles, for 300 s at most ({lock.name})\n"
+        assert line == f"flywheel: waits for another process that compiles, for 120 s at most ({lock.name})\n"
         file.write_bytes(stored)
     assert json.loads(process.communicate(timeout=100)[0]) == LOADED
 
