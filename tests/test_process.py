@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,3 +173,18 @@ def test_a_default_of_the_environment_overrides_nothing(monkeypatch: pytest.Monk
     assert (os.environ["FLYWHEEL_TEST_ONE"], os.environ["FLYWHEEL_TEST_TWO"]) == ("given", "default")
     set_environment({"FLYWHEEL_TEST_ONE": "set"})
     assert os.environ["FLYWHEEL_TEST_ONE"] == "set"
+
+
+def test_a_process_that_computes_longer_than_its_limit_is_killed_and_the_limit_can_be_renewed() -> None:
+    source = (
+        "import time\n"
+        "from flywheel.process import limit_work\n"
+        "for _ in range(3):\n"
+        "    limit_work(1)\n"
+        "    end = time.process_time() + 0.7\n"
+        "    while time.process_time() < end: pass\n"
+        "print('renewed', flush=True)\n"
+        "while True: pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGXCPU, "renewed\n")
