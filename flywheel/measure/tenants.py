@@ -170,19 +170,22 @@ def suspicion(contest: Contest, before_us: float | None) -> str | None:
     return _SHIFT_WORDS if any(is_shifted(each, before_us or medians[0]) for each in medians) else None
 
 
-def beside(contest: Contest, strangers: int) -> Contest:
-    """A contest whose measured outcomes say that at least so many processes of others computed meanwhile."""
-    if not strangers:
+def beside(contest: Contest, strangers: int, harmless: int = 0) -> Contest:
+    """A contest whose measured outcomes say that at least `strangers` processes of others computed meanwhile; of those
+    that they count themselves, so many are `harmless`."""
+    if not strangers and not harmless:
         return contest
-    rivals = tuple(_beside(outcome, strangers) for outcome in contest.rivals)
-    return replace(contest, outcome=_beside(contest.outcome, strangers), rivals=rivals)
+    rivals = tuple(_beside(outcome, strangers, harmless) for outcome in contest.rivals)
+    return replace(contest, outcome=_beside(contest.outcome, strangers, harmless), rivals=rivals)
 
 
-def _beside(outcome: TrialOutcome, strangers: int) -> TrialOutcome:
+def _beside(outcome: TrialOutcome, strangers: int, harmless: int) -> TrialOutcome:
     if not isinstance(outcome, Measured):
         return outcome
     state = outcome.latency.gpu_state or GpuState()
-    state = replace(state, strangers=max(strangers, state.strangers or 0))
+    if state.strangers is None and not strangers:
+        return outcome
+    state = replace(state, strangers=max(strangers, (state.strangers or 0) - harmless))
     return replace(outcome, latency=replace(outcome.latency, gpu_state=state))
 
 
@@ -202,6 +205,7 @@ class Attendant:
     ) -> None:
         self._read, self._say, self._pause, self._clock = read, say, pause, clock
         self._left_s = PAUSE_LIMIT_S
+        self._idle: frozenset[int] = frozenset()  # who was on the idle GPU, where the driver does not say who computes
         self._steady: tuple[object, float] | None = None  # the rivals of the last trusted measurement, its median in us
 
     def measured(self, attempt: Callable[[], Contest], rivals: object = None) -> Contest:
@@ -227,7 +231,7 @@ class Attendant:
 
         def watch() -> None:
             while not over.wait(_WATCH_S):
-                seen.append(self._read().strangers or 0)
+                seen.append(self._look().strangers or 0)
 
         watching = Thread(target=watch, daemon=True)
         watching.start()
@@ -236,13 +240,25 @@ class Attendant:
         finally:
             over.set()
             watching.join()
-        return beside(contest, max(*seen, self._read().strangers or 0))
+        return beside(contest, max(*seen, self._look().strangers or 0), len(self._idle))
+
+    def _look(self) -> Presence:
+        """Who is there, without those of whom the idle GPU has shown that they compute nothing."""
+        presence = self._read()
+        others = presence.others or ()
+        kept = tuple(each for each in others if each.busy_percent is not None or each.pid not in self._idle)
+        if len(kept) == len(others):
+            return presence
+        gone = len(others) - len(kept)
+        return replace(presence, others=kept, strangers=max(0, (presence.strangers or 0) - gone))
 
     def attend(self, suspicion: str | None = None) -> None:
         """Wait until the GPU is quiet, or until no time is left. Without a `suspicion` a quiet GPU costs no wait; with
         one, the GPU is left idle first, so that its utilisation tells of others."""
         begun = self._clock()
-        why = suspicion or disturbance(self._read(), 0.0)
+        if suspicion is not None:
+            self._idle = frozenset()
+        why = suspicion or disturbance(self._look(), 0.0)
         if why is None or not self._left_s:
             return
         self._say(f"paused: the GPU is not quiet: {why}; waiting for up to {self._left_s:.0f} s")
@@ -250,10 +266,12 @@ class Attendant:
             if self._pause(min(_POLL_S if waited_s else _IDLE_S, self._left_s - waited_s)):
                 self._left_s = 0.0
                 return
-            why = disturbance(self._read(), self._clock() - begun)
+            presence = self._look()
+            why = disturbance(presence, self._clock() - begun)
         waited_s = self._clock() - begun
         self._left_s = max(0.0, self._left_s - waited_s)
         if why is None:
+            self._idle |= {each.pid for each in presence.others or () if each.busy_percent is None}
             self._say(f"goes on: the GPU is quiet after {waited_s:.0f} s")
         else:
             self._left_s = 0.0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -251,3 +252,26 @@ def test_nobody_waits_while_the_process_ends() -> None:
     card.ending = True
     card.attendant.measured(card.taking(1.0, lambda: Contest(measured())))
     assert len(card.pauses) == 1
+
+
+def test_a_process_that_the_idle_card_shows_to_do_nothing_is_waited_for_once_and_is_no_stranger() -> None:
+    """Where the driver does not say who computes."""
+    lines: list[str] = []
+    now, busy = [0.0], [0]
+
+    def pause(seconds: float) -> bool:
+        now[0] += seconds
+        return False
+
+    there = Presence((UNKNOWN,), 1)
+    attendant = Attendant(lambda: replace(there, utilisation_percent=busy[0]), lines.append, pause, lambda: now[0])
+    for _ in range(3):
+        found = attendant.measured(lambda: Contest(measured(strangers=1)))
+        assert isinstance(found.outcome, Measured)
+        assert found.outcome.latency.gpu_state == GpuState(strangers=0)
+    assert [line.partition(":")[0] for line in lines] == ["paused", "goes on"]
+    busy[0] = 90  # it begins to compute, which only samples show
+    spread = Contest(measured(p90_us=200.0, strangers=1))
+    found = attendant.measured(lambda: spread)
+    assert found == spread
+    assert lines[-1].startswith("goes on beside others, which 300 s of waiting did not outlast: others are on it: pid")
