@@ -7,15 +7,14 @@ import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
 
 import pytest
 from effort import LONG
+from endless import load_for_ever, load_once, nothing, refuse, stop_itself
 from serve.conftest import eventually
 
 from flywheel.decode.sampling import Sampling
@@ -27,58 +26,6 @@ from flywheel.serve.engine import Died, Engine, FullError, Heard
 from flywheel.serve.worker import Ask, Begun
 
 ASK = Ask(-1, (1, 2), None, 150, Sampling(1.0), (), True)
-
-
-class Endless:
-    """A decoder, and its answers, which never end."""
-
-    name, schedule, context, max_sequences, notes = "m", "none", 8, 1, ()
-    prompt_tokens, finish, reused_tokens = 2, None, 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def second_tokenizer(self) -> None:
-        pass
-
-    def generate(self, *_: object, **__: object) -> Self:
-        return self
-
-    def ready(self) -> list[Any]:
-        time.sleep(0.01)
-        return []
-
-    def begin(self) -> None:
-        pass
-
-    advance = close = begin
-
-
-def load_once(mark: Path, then: Callable[[], None]) -> Any:
-    """A decoder the first time; from then on, what `then` does."""
-    if mark.exists():
-        then()
-    mark.touch()
-    return Endless()
-
-
-def refuse() -> None:
-    raise UsageError("no memory is left")
-
-
-def nothing() -> None:
-    pass
-
-
-def stop_itself() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def load_for_ever() -> None:
-    time.sleep(1000)
 
 
 @pytest.fixture
@@ -95,7 +42,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield make
     for engine in begun:
         engine.close()
-    assert multiprocessing.active_children() == []
+    assert eventually(lambda: multiprocessing.active_children() == [])  # the engine's thread may be waiting for it, too
 
 
 def strike(number: int) -> None:
@@ -208,9 +155,10 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(
 ) -> None:
     engine, heard = begin(nothing), list[Heard]()
     monkeypatch.setattr(engines, "_PAUSES_S", (0.0,) * 10)
-    engine.ask(ASK, heard.append)
     with monkeypatch.context() as patch:
         patch.setattr(children, "_MISSED", 3)
+        engine.ask(ASK, heard.append)
+        assert eventually(lambda: len(heard) == 1)  # from the next beat on, the limit holds
         strike(signal.SIGSTOP)
         assert eventually(lambda: engine.restarts == 1)
     assert eventually(lambda: engine.unable is None)  # a busy machine takes longer to start a process
