@@ -56,7 +56,8 @@ def gptq(
     half = 1 << bits - 1
     numbers = chance.integers(0, 2 * half, (rows, width))
     zeros = np.full((rows, width // group), half) if sym else chance.integers(1, 2 * half, (rows, width // group))
-    scales = chance.uniform(LEAST, MOST, (rows, width // group)).astype(np.float16)
+    spread = 1 << bits - 4  # codes of 8 bits are 16 times as large, and in f16 the weights would overflow
+    scales = (chance.uniform(LEAST, MOST, (rows, width // group)) / spread).astype(np.float16)
     tensors = {
         "qweight": words(numbers, bits).T.contiguous(),
         "qzeros": words(zeros.T - (1 if version == 1 else 0), bits),

@@ -164,7 +164,7 @@ def test_another_schedule_of_a_model_moves_no_weights(
 
     model, _ = models.of("gqa", DType.BF16)
     model.load(models.program("gqa", DType.BF16)).close()
-    monkeypatch.setattr("flywheel.vm.gpu.weights.ResidentWeights._run_pack", refuse)
+    monkeypatch.setattr("flywheel.vm.gpu.weights.ResidentWeights._run", refuse)
     before = gpu.uploaded_bytes
     with model.load(models.program("gqa", DType.BF16, "fine")) as session:
         tables = gpu.uploaded_bytes - before

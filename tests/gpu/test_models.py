@@ -39,7 +39,7 @@ ONE_HEAD = DecoderSpec("one head", "llama", 48, 80, 2, 3, 1, 10, 77, 1e4, 1e-5, 
 LLAMA = replace(CATALOG["llama3.2-1b"], name="llama3.2-1b cut", n_layers=2, vocab=3000)
 QWEN = replace(CATALOG["qwen3-0.6b"], name="qwen3-0.6b cut", n_layers=1, vocab=2001)
 WORKLOADS = [
-    (SMALL, 128), (ODD, 300), (ONE_HEAD, 65), (LLAMA, 512), (LLAMA, 4096), (QWEN, 1000), (ODD, 4096), (SMALL, 1),
+    (SMALL, 128), (ODD, 300), (ONE_HEAD, 72), (LLAMA, 512), (LLAMA, 4096), (QWEN, 1000), (ODD, 4096), (SMALL, 1),
 ]  # fmt: skip
 N_CONFIGS = 48
 MOST_DRAWS = 100
