@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from flywheel.errors import ConfigError, GpuMemoryError, NoGpuError, TensorError
+from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuError, TensorError
 from flywheel.installing import install_line
 from flywheel.ir import TARGETS, DType
 from flywheel.measure.device import Device
 from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.devices import _ATTRIBUTES, describe_gpu
-from flywheel.vm.gpu.driver import Gpu, _poll, check_fit, load_variant
+from flywheel.vm.gpu.driver import Gpu, _poll, check_fit, load_variant, open_gpu
 from flywheel.vm.gpu.nvrtc import EntryUsage, compile_variant
 
 H200 = TARGETS["h200"]
@@ -220,3 +220,26 @@ def test_a_gpu_is_described_by_what_its_driver_says(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(Driver.numbers, "MEMORY_CLOCK_RATE", 0)
     with pytest.raises(NoGpuError, match=r"^GPU 0: Tesla T4 does not tell its memory's clock and bus"):
         describe_gpu()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "line"),
+    [
+        (GpuFaultError("GPU: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"), GpuMemoryError,
+         "GPU 7: GPU: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY: no memory is free for a context"),
+        (GpuFaultError("GPU: cuDeviceGet: CUDA_ERROR_UNKNOWN"), GpuFaultError, "GPU: cuDeviceGet: CUDA_ERROR_UNKNOWN"),
+        (ValueError("index 7"), NoGpuError, "GPU 7: no such NVIDIA GPU is here: index 7"),
+    ],
+)  # fmt: skip
+def test_a_gpu_without_memory_for_a_context_is_here_and_full(
+    error: Exception, kind: type[Exception], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.core", reason="opening a GPU needs the extra cuda")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("flywheel.vm.gpu.driver.Gpu", fail)
+    with pytest.raises(kind) as caught:
+        open_gpu(7)
+    assert (type(caught.value), str(caught.value)) == (kind, line)
