@@ -315,7 +315,8 @@ class CampaignRun:
 
     def _spent(self, elapsed_s: float, interrupted: Callable[[], bool]) -> str | None:
         spec, best = self._spec, self._tally.best
-        fraction = best.floor_fraction if best is not None and best.kind != "imported" else None
+        sure = best is not None and best.kind != "imported" and not best.is_doubtful
+        fraction = best.floor_fraction if best is not None and sure else None
         if interrupted():
             return "interrupted"
         if spec.until is not None and fraction is not None and fraction >= spec.until:

@@ -357,3 +357,12 @@ def test_a_row_beside_others_answers_for_no_other_trial(lab: Any, engine: Callab
     assert lab.store.seen(row.program_id, **asked) is None
     run(lab, engine(noise=0.001))
     assert lab.store.seen(lab.store.trials("toy")[-1].program_id, **asked) is not None
+
+
+@pytest.mark.parametrize(("strangers", "stopped"), [(0, "until"), (1, "trials")])
+def test_a_best_beside_others_reaches_no_goal(
+    strangers: int, stopped: str, lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine(noise=0.001)
+    noisy.strangers = lambda rounds: strangers
+    assert run(lab, noisy, until=1e-6).stopped == stopped
