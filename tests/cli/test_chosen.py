@@ -94,7 +94,7 @@ def test_serve_hands_its_store_to_the_decoder(
     asked: list[dict[str, Any]] = []
 
     class Noted:
-        def __init__(self, make: Any, most: int) -> None:
+        def __init__(self, make: Any, *_: object) -> None:
             asked.append(make.keywords)
 
         def start(self) -> None:

@@ -34,5 +34,5 @@ def test_weights_and_caches_that_torch_has_no_memory_for_are_refused_in_one_line
     with ExitStack() as undo, pytest.raises(GpuMemoryError) as caught:
         open_session(program, Source("small", SPEC, None, None), 0, "cuda", undo)
     assert str(caught.value) == (
-        "small: its weights and 3 caches of 40 positions: CUDA out of memory. Tried to allocate 8.00 GiB."
+        "small: its weights and 3 caches of 40 positions: CUDA out of memory. Tried to allocate 8.00 GiB"
     )

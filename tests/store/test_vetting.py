@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from traps import SHARED, TRAPS, spring
+from stores_that_compute import SHARED, TRAPS, spring
 
 from flywheel.errors import StoreError
 from flywheel.measure.record import TrialRecord
