@@ -81,7 +81,7 @@ def decoder(state: str) -> None:
 
 
 def ranks(state: str) -> None:
-    run_ranks("ranks", take_rank, 2, "gloo", 600.0, state)
+    run_ranks("ranks", take_rank, 1, "gloo", 600.0, state)
 
 
 def program(state: str) -> None:
@@ -97,7 +97,7 @@ def own_program(state: str) -> None:
 
 
 STARTED: Final[list[Any]] = []
-KINDS: Final = ("worker of a GPU", "worker of a station", "station", "decoding worker", "rank 0", "rank 1",
+KINDS: Final = ("worker of a GPU", "worker of a station", "station", "decoding worker", "rank 0",
                 "program's child", "program of flywheel")  # fmt: skip
 
 

@@ -66,9 +66,9 @@ def left(children: dict[str, int]) -> list[str]:
     ("state", "number"),
     [
         ("in foreign code", signal.SIGKILL),
-        pytest.param("idle", signal.SIGTERM, marks=pytest.mark.long),
         pytest.param("in a loop", signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param("in a loop", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("idle", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("in a loop", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_every_child_ends_with_its_owner_whatever_it_executes(state: str, number: int, tmp_path: Path) -> None:
