@@ -153,8 +153,10 @@ def kill(served: Served, chance: random.Random) -> None:
 
 
 def no_descriptors(served: Served, chance: random.Random) -> None:
-    """Kill the worker while the server can open only a few files."""
-    with limited(served, resource.RLIMIT_NOFILE, max(files(served)) + chance.randint(0, 8)):
+    """Kill the worker while the server can open fewer files than another one needs."""
+    used, few = files(served), chance.randint(0, 5)
+    free = [number for number in range(len(used) + few + 1) if number not in used]
+    with limited(served, resource.RLIMIT_NOFILE, free[few]):
         strike(served, signal.SIGKILL)
         time.sleep(chance.uniform(0.0, 6.0))
 
