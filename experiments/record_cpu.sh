@@ -12,6 +12,7 @@
 #   crash_resume[:KILLS]      20 kills for each of 8 campaigns; needs PostgreSQL's server
 #   first_use[:ROUNDS]        4 rounds of each fault of the cache of compiled code
 #   faults[:KILLS]            10 kills for each campaign that is killed; needs PostgreSQL's server
+#   serve_faults[:FAULTS[:SEED]]  60 faults of a server, from seed 1 on
 #   fuzz[:MINUTES[:SEED]]     4 minutes of all cores, from case 400000 on
 # checks, as many at once as there are cores, each on one:
 #   cache_memory lookup_acceptance mpk_steps ranks_predicted shipped_predicted long_context aa_noise aa_noise_gpu
@@ -42,7 +43,8 @@ ln -s "$root/results" "$scratch/results"
 cores="$(getconf _NPROCESSORS_ONLN)"
 
 times=(search_rate serve_host ask_threads load_speed lowering_speed pack_speed mpk_speed reference_speed validate_scaling
-  compile_speed samplers warm_start judge_samplers serve_storm crash_resume faults first_use fuzz)
+  compile_speed samplers warm_start judge_samplers serve_storm crash_resume faults first_use serve_faults
+  fuzz)
 checks=(long_context operation_laws proof_by_layers proof_by_runs aa_noise aa_noise_gpu three_way calibration
   ranks_predicted shipped_predicted quantised_checkpoints t4_roundtrip cache_memory lookup_acceptance mpk_steps)
 long=(tampering predicted_regret replay_measured mpk_orders emulated)
@@ -167,6 +169,7 @@ timed() {
       script crash_resume.py --kills "${size:-20}" && echo && script crash_resume.py --kills "${size:-20}" --postgresql ;;
     first_use) script first_use.py --rounds "${size:-4}" ;;
     faults) script faults.py --kills "${size:-10}" ;;
+    serve_faults) script serve_faults.py --faults "${size:-60}" --seed "${more:-1}" ;;
     fuzz) script fuzz.py --processes "$cores" --minutes "${size:-4}" --seed "${more:-400000}" ;;
     tampering)
       script tampering.py --part wrong --layers 3 && script tampering.py --part formats &&
