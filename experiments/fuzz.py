@@ -4,12 +4,13 @@
         > results/fuzz.txt
 
 A case is a good program, config, schedule, campaign file, machine file, table, model config, safetensors header,
-tokenizer, directory of a tokenizer, chat template or store. tests/mutations.py, tests/strange_files.py,
-tests/tokenizer_directories.py and tests/chat_templates.py change a few of its bytes or its structure. Each command must
-end with a documented exit code, at most one line of trouble, no traceback and no half-written file, within the time and
-memory of tests/strangers.py. A tokenizer and a chat template must be understood as by transformers. The targets take
-turns. The processes share the cases: the first process has numbers 0, 12, 24 and so on. Fails if a case does. `--seed
-NUMBER --cases 1` repeats a case. Targets whose package is not installed are left out, and the table says so.
+tokenizer, directory of a tokenizer, chat template, store, sizes of a model, or store that computes (`traps`).
+tests/mutations.py, tests/strange_files.py, tests/tokenizer_directories.py and tests/chat_templates.py change a few of
+its bytes or its structure. Each command must end with a documented exit code, at most one line of trouble, no traceback
+and no half-written file, within the time and memory of tests/strangers.py. A tokenizer and a chat template must be
+understood as by transformers. The targets take turns. The processes share the cases: the first process has numbers 0,
+12, 24 and so on. Fails if a case does. `--seed NUMBER --cases 1` repeats a case. Targets whose package is not installed
+are left out, and the table says so.
 """
 
 from __future__ import annotations

@@ -66,6 +66,32 @@ def campaign_file(model: str, random: Random) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
+_SIZES: Final[Mapping[str, tuple[int, ...]]] = {
+    "hidden_size": (64, 128, 4096, 16384, 2**20),
+    "intermediate_size": (96, 4096, 53248, 2**20),
+    "num_hidden_layers": (1, 2, 4, 61, 126, 1023, 1024),
+    "num_attention_heads": (1, 8, 64, 128, 4096),
+    "head_dim": (8, 64, 128, 256),
+    "vocab_size": (96, 128_256, 2**22),
+    "max_position_embeddings": (64, 512, 131_072, 2**31 - 1),
+}
+
+
+def sizes_of(config: Mapping[str, Any], random: Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's config with sizes that are each within their limit, and a schedule's tiles for it."""
+    names = random.sample(sorted(_SIZES), random.randint(2, len(_SIZES)))
+    sizes = {name: random.choice(_SIZES[name]) for name in names}
+    heads = sizes.get("num_attention_heads", config["num_attention_heads"])
+    sizes["num_key_value_heads"] = random.choice([each for each in (1, 8, heads) if heads % each == 0])
+    tiling: dict[str, Any] = {}
+    if random.random() < 0.5:
+        tiling["attention"] = {"kv_block": random.choice((16, 128, 4096))}
+    if random.random() < 0.3:
+        tiling["gemv"] = {"N_tile": random.choice((16, 64, 512))}
+    pages = {"page_allocation": random.choice(("none", "linear", "graph_color"))}
+    return {**config, **sizes}, {"tiling": tiling, **(pages if random.random() < 0.5 else {})}
+
+
 _ITEM_BYTES: Final = {
     "F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I32": 4, "I64": 8, "U8": 1, "U16": 2, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "C64": 8, "f32": 4,

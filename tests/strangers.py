@@ -14,7 +14,7 @@ import signal
 import sqlite3
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +27,9 @@ from chat_templates import Renderers, template
 from click.testing import CliRunner, Result
 from mutations import ODD, mutate_bytes, mutated_json, mutated_table
 from patience import HANG_S
-from strange_files import campaign_file, safetensors_file, tokenizer_file
+from strange_files import campaign_file, safetensors_file, sizes_of, tokenizer_file
 from tokenizer_directories import by_flywheel, by_transformers, differences, directory
+from traps import TRAPS, spring
 
 from flywheel.cli.main import cli
 from flywheel.cli.text import MAX_COMPLAINT, MAX_LINE
@@ -51,9 +52,9 @@ SEARCH: Final = ("--measure", "predict", "--engine", "local", "--jobs", "1", "--
 
 TARGETS: Final = (
     "program", "config", "schedule", "campaign", "options", "machine", "table", "foreign", "model", "safetensors",
-    "tokenizer", "directory", "template", "store",
+    "tokenizer", "directory", "template", "store", "sizes", "traps",
 )  # fmt: skip
-"""Kinds of files."""
+"""Kinds of files. `sizes` are those of models and their tiles; `traps` are stores that compute."""
 NEEDS: Final[Mapping[str, Sequence[str]]] = {
     "safetensors": ("torch", "safetensors"),
     "tokenizer": ("torch", "safetensors", "tokenizers"),
@@ -177,6 +178,23 @@ class Strangers:
     def _model(self, random: Random) -> Iterator[Sequence[object]]:
         Path("config.json").write_bytes(mutated_json(CONFIG, random))
         yield "lower", "--model", "config.json", *WORK, "-o", "out.json"
+
+    def _sizes(self, random: Random) -> Iterator[Sequence[object]]:
+        config, schedule = sizes_of(CONFIG, random)
+        Path("config.json").write_text(json.dumps(config))
+        Path("c.json").write_text(json.dumps(schedule))
+        yield "lower", "--model", "config.json", *GPU, "--any-size", "--config", "c.json", "-o", "/dev/null"
+
+    def _traps(self, random: Random) -> Iterator[Sequence[object]]:
+        shutil.copy(self.folder / "one.db", "s.db")
+        if random.random() < 0.5:
+            with closing(sqlite3.connect("s.db")) as connection:
+                change_cells(connection, random)
+        for trap in random.sample(TRAPS, random.choice((1, 1, 2))):
+            with suppress(sqlite3.Error):  # of two, the second may find its tables gone
+                spring(Path("s.db"), trap)
+        yield from self._read("s.db", "good")
+        yield "search", *self.work, *SEARCH, "--name", "good", "--store", "s.db"
 
     def _safetensors(self, random: Random) -> Iterator[Sequence[object]]:
         raw = (self.model / "model.safetensors").read_bytes()

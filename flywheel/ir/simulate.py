@@ -15,6 +15,7 @@ from flywheel.ir.access import (
     appends_behind,
     multi_row_buffers,
     read_regions,
+    regions_united,
     tile_rows,
     uncovered,
     written_region,
@@ -152,7 +153,7 @@ class _Watch:
     def _missed(self, late: Sequence[int], early: Collection[int], reader: int, operand: int) -> int | None:
         """A late writer of columns that the reader reads and no early writer has written."""
         number = self._program.tasks[reader].inputs[operand]
-        written = sorted(self._columns(writer, number) for writer in early)
+        written = regions_united([self._columns(writer, number) for writer in early])
         for writer in late:
             first, last = self._columns(writer, number)
             for start, end in self._regions(reader, operand) or [WHOLE]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.errors import IrFormatError
 from flywheel.ir.config import config_to_dict
-from flywheel.ir.files import MAX_FILE_BYTES, dump_json, write_atomically
+from flywheel.ir.files import MAX_FILE_BYTES, MAX_VALUES, dump_json, write_atomically
 from flywheel.ir.program import MegakernelProgram
-from flywheel.ir.records import Buffer, Counter, PageAllocation, Task, Wait
-from flywheel.ir.runs import Run, Runs, task_of
+from flywheel.ir.records import Buffer, Counter, PageAllocation, Task
+from flywheel.ir.runs import Runs, task_of
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.tiles import stretches_of
 
@@ -35,12 +36,12 @@ def program_pieces(program: MegakernelProgram) -> Iterator[str]:
     """
     texts = _Texts()
     if isinstance(program.tasks, Runs):
-        nbytes = _bytes_of(program.tasks, texts)
+        nbytes, values = _extent_of(program.tasks, texts)
+        where = f"program: its {len(program.tasks):,} tasks would take"
         if nbytes > MAX_FILE_BYTES:
-            raise IrFormatError(
-                f"program: its {len(program.tasks):,} tasks would take {nbytes:,} bytes of JSON, more than "
-                f"{MAX_FILE_BYTES:,}"
-            )
+            raise IrFormatError(f"{where} {nbytes:,} bytes of JSON, more than {MAX_FILE_BYTES:,}")
+        if values > MAX_VALUES:
+            raise IrFormatError(f"{where} {values:,} values of JSON, more than {MAX_VALUES:,}")
     return _pieces(program, texts)
 
 
@@ -69,28 +70,30 @@ def _table(records: Sequence[Any], text: Callable[[Any], str]) -> Iterator[str]:
     yield "\n  ]" if len(records) else "[]"
 
 
-def _bytes_of(tasks: Runs, texts: _Texts) -> int:
-    """Bytes of the text of all tasks, as far as they follow from the first tile of each stretch."""
+def _extent_of(tasks: Runs, texts: _Texts) -> tuple[int, int]:
+    """The bytes and the values of the text of all tasks, as far as they follow from the first tile of each stretch."""
+    layers, nbytes, values = tasks.layers, 0, 0
+    for place, run in enumerate(tasks.spelled):
+        times = layers.times if layers is not None and layers.runs.start <= place < layers.runs.stop else 1
+        for each in stretches_of(run.tiles):
+            text = texts.task(task_of(run, each, 0, 0))
+            count = times * getattr(each, "n_tiles", 1)
+            nbytes += count * len(text)
+            values += count * sum(map(text.count, ",[{"))
+    return nbytes, values
 
-    def taken(runs: Sequence[Run]) -> int:
-        return sum(
-            len(texts.task(task_of(run, each, 0, 0))) * getattr(each, "n_tiles", 1)
-            for run in runs
-            for each in stretches_of(run.tiles)
-        )
 
-    layers = tasks.layers
-    further = 0 if layers is None else (layers.times - 1) * taken(tasks.spelled[layers.runs.start : layers.runs.stop])
-    return taken(tasks.spelled) + further
+_KEPT: Final = 1 << 14
+"""Texts of shared values, such as recipes, that are kept. Those of adjacent tasks are the same."""
 
 
 class _Texts:
-    """Texts of records. What tasks share, such as recipes, operands and waits, becomes text once."""
+    """Texts of records. Recipes, which tasks share, become text once."""
 
     __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], tuple[object, str]] = {}
+        self._known: dict[tuple[int, int], tuple[object, str]] = {}
 
     def buffer(self, buffer: Buffer) -> str:
         """A buffer, as _buffer_to_dict has it."""
@@ -105,15 +108,20 @@ class _Texts:
         """A task, as _task_to_dict has it."""
         params = task.params
         if params and set(map(type, params)) == {str}:
-            inner = ",".join([f"\n        {json.dumps(name)}: {self._value(params[name], 8)}" for name in params])
+            inner = ",".join([f"\n        {self._value(name, 8)}: {self._value(params[name], 8)}" for name in params])
             made = f"{{{inner}\n      }}"
         else:
             made = dump_json(dict(params)).replace("\n", "\n      ")
+        waits = [
+            f'{{\n          "counter": {self._value(wait.counter, 10)},\n'
+            f'          "threshold": {self._value(wait.threshold, 10)}\n        }}'
+            for wait in task.waits
+        ]
         rank = f',\n      "rank": {self._value(task.rank, 6)}' if task.rank else ""
         return (
             f'\n    {{\n      "id": {self._value(task.id, 6)},\n      "op": "{task.op.name}",\n'
             f'      "inputs": {self._value(task.inputs, 6)},\n      "outputs": {self._value(task.outputs, 6)},\n'
-            f'      "out_counter": {self._value(task.out_counter, 6)},\n      "waits": {self._value(task.waits, 6)},\n'
+            f'      "out_counter": {self._value(task.out_counter, 6)},\n      "waits": {_list(waits, 6)},\n'
             f'      "params": {made},\n      "sm": {self._value(task.sm, 6)},\n'
             f'      "est_bytes": {self._value(task.est_bytes, 6)},\n'
             f'      "est_flops": {self._value(task.est_flops, 6)},\n'
@@ -128,14 +136,25 @@ class _Texts:
         """The text of a value `depth` columns deep."""
         if type(value) is int:
             return str(value)
-        if not isinstance(value, dict | Sequence) or isinstance(value, str):
+        if isinstance(value, str):
+            return encode_basestring_ascii(value)
+        if isinstance(value, tuple | list) and set(map(type, value)) <= {int}:
+            return _list(map(str, value), depth)
+        if not isinstance(value, dict | list | tuple):
             return json.dumps(value)
-        key = id(value), " " * depth
+        key = id(value), depth
         if key not in self._known:
-            plain = [_wait_to_dict(each) if isinstance(each, Wait) else each for each in value]
-            text = dump_json(value if isinstance(value, dict) else plain).replace("\n", f"\n{' ' * depth}")
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            text = dump_json(value).replace("\n", f"\n{' ' * depth}")
             self._known[key] = value, text  # the value lives on, so that no other value gets its id
         return self._known[key][1]
+
+
+def _list(texts: Iterable[str], depth: int) -> str:
+    """A list of values as text, `depth` columns deep."""
+    lines = f",\n{' ' * depth}  ".join(texts)
+    return f"[\n{' ' * depth}  {lines}\n{' ' * depth}]" if lines else "[]"
 
 
 def save_program(program: MegakernelProgram, path: str | Path) -> None:
@@ -191,7 +210,7 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
         "inputs": list(task.inputs),
         "outputs": list(task.outputs),
         "out_counter": task.out_counter,
-        "waits": [_wait_to_dict(wait) for wait in task.waits],
+        "waits": [{"counter": wait.counter, "threshold": wait.threshold} for wait in task.waits],
         "params": dict(task.params),
         "sm": task.sm,
         "est_bytes": task.est_bytes,
@@ -199,10 +218,6 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
         "label": task.label,
         **_rank(task),
     }
-
-
-def _wait_to_dict(wait: Wait) -> dict[str, int]:
-    return {"counter": wait.counter, "threshold": wait.threshold}
 
 
 def _pages_to_dict(pages: PageAllocation) -> dict[str, Any]:

@@ -28,6 +28,9 @@ MAX_ATTENTION: Final = 1 << 13
 """Most tasks of a layer's attention, over all GPUs. Each has operands and waits of its own, which the proof looks
 at."""
 
+MAX_BLOCKS: Final = 1 << 10
+"""Most KV blocks of a context. Each has a partial, and sharing pages compares partials pairwise. A search has 32."""
+
 ALIKE: Final = 3
 """How many layers are stamped to see whether all are alike: the first, the template, and one to compare with the
 template."""
@@ -88,11 +91,13 @@ def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) ->
 def _check_attention(graphs: Sequence[Graph], tilings: Sequence[Tiling]) -> None:
     """Raises ConfigError before the tasks of a layer's attention are made, if they are too many."""
     heads, block = sum(len(graph.streams) for graph in graphs), tilings[0].kv_block
-    tasks = heads * -(-graphs[0].context // block)
-    if tasks > MAX_ATTENTION:
+    blocks = -(-graphs[0].context // block)
+    where = f"tiling.attention.kv_block={block:,}: a context of {graphs[0].context:,} has {blocks:,} blocks"
+    if blocks > MAX_BLOCKS:
+        raise ConfigError(f"{where}, more than {MAX_BLOCKS:,}")
+    if heads * blocks > MAX_ATTENTION:
         raise ConfigError(
-            f"attention: {heads:,} KV heads over a context of {graphs[0].context:,} in blocks of {block:,} are "
-            f"{tasks:,} tasks a layer, more than {MAX_ATTENTION:,}"
+            f"{where}, with {heads:,} KV heads {heads * blocks:,} tasks a layer, more than {MAX_ATTENTION:,}"
         )
 
 

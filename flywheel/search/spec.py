@@ -13,6 +13,7 @@ from typing import Any, Final
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.ir.files import read_text
+from flywheel.ir.show import show
 from flywheel.measure.columns import MAX_NAME
 from flywheel.store.campaign import Campaign, work_named
 
@@ -137,23 +138,30 @@ def read_campaign_file(path: Path) -> dict[str, Any]:
         data = tomllib.loads(text)
     except IrFormatError as error:
         raise UsageError(str(error)) from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and integers beyond Python's digit limit
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and decimals beyond Python's digit limit
         raise UsageError(f"{path}: not TOML: {error}") from None
     known = {entry.name: str(entry.type) for entry in fields(CampaignSpec)}
-    options: dict[str, Any] = {}
-    for name, value in data.items():
+    for name in data:
         if name not in known:
             raise UsageError(f"{path}: {name!r} is not one of {', '.join(known)}")
-        if name == "fix":
-            if not isinstance(value, dict):
-                raise UsageError(f"{path}: fix={value!r} is not a table of knobs")
-            options[name] = {knob: str(setting) for knob, setting in value.items()}
-            continue
-        wanted = _TOML_TYPES[known[name]]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-            raise UsageError(f"{path}: {name}={value!r} is not of type {known[name]}")
-        options[name] = value
-    return options
+    return {name: _option(path, name, value, known[name]) for name, value in data.items()}
+
+
+def _option(path: Path, name: str, value: object, kind: str) -> Any:
+    """The value of an option whose type is `kind`. Raises UsageError."""
+    if name == "fix":
+        if not isinstance(value, dict):
+            raise UsageError(f"{path}: fix={show(value)} is not a table of knobs")
+        try:
+            return {knob: str(setting) for knob, setting in value.items()}
+        except ValueError:  # Python's limit on the digits of an integer
+            raise UsageError(f"{path}: fix: an integer has more than 64 bits") from None
+    wanted = _TOML_TYPES[kind]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        raise UsageError(f"{path}: {name}={show(value)} is not of type {kind}")
+    if isinstance(value, int) and abs(value) >= 2**64:
+        raise UsageError(f"{path}: {name} has more than 64 bits")
+    return value
 
 
 def check_name(who: str, name: str) -> None:

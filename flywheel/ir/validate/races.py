@@ -42,13 +42,15 @@ _GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, Ins
 class Frontier:
     """The last writes of a buffer by column, sorted and disjoint, and the counters that they signal.
 
-    `gaps` are columns that no task writes. `stages` are all writers, where columns are written more than once.
+    `gaps` are columns that no task writes. `stages` are all writers, where columns are written more than once. `chain`
+    are the same, by rank, where each writes all columns and comes after the one before.
     """
 
     writes: list[Write]
     signals: tuple[int, ...]
     gaps: Sequence[Region] = ()
     stages: Sequence[Stage] = ()
+    chain: Sequence[Stage] = ()
 
     def overlapping(self, start: int, end: int) -> list[int]:
         """Positions of the last writers of columns `start`..`end`."""
@@ -242,9 +244,20 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
             if not stages:
                 continue
         if stages:
-            _check_rewritten(index, accesses.read(index, operand), buffer, stages, accesses, findings)
+            chain = frontier.chain if stages is frontier.stages else ()
+            _check_rewritten(index, accesses.read(index, operand), buffer, stages, chain, accesses, findings)
         else:
             _check_columns(index, accesses.read(index, operand), buffer, frontier, accesses, findings)
+
+
+def _within(index: int, chain: Sequence[Stage], accesses: Accesses) -> bool:
+    """Whether a task comes after one writer of a chain and before the next, and so is ordered with all of them."""
+    order, group = accesses.order, accesses.order.wait_class[index]
+    place = bisect_left(chain, accesses.ranks[index], key=lambda stage: accesses.ranks[stage.writers[0][2]])
+    if not place or not order.reached((chain[place - 1].counter,), group):
+        return False
+    later = next((stage for stage in chain[place : place + 2] if stage.writers[0][2] != index), None)
+    return later is None or order.reached((accesses.tasks[index].out_counter,), later.group)
 
 
 def _check_rewritten(
@@ -252,9 +265,12 @@ def _check_rewritten(
     regions: list[Region] | None,
     buffer: Buffer,
     stages: Sequence[Stage],
+    chain: Sequence[Stage],
     accesses: Accesses,
     findings: Findings,
 ) -> None:
+    if chain and _within(index, chain, accesses):
+        return
     tasks = accesses.tasks
     for region in regions or [WHOLE]:
         fault = read_fault(index, tasks, accesses.order, stages, region, accesses.width(buffer))
@@ -302,13 +318,19 @@ def _frontier(buffer: Buffer, writes: list[Write], accesses: Accesses, findings:
     if len(writes) == 1 and end == WHOLE[1]:
         return Frontier(writes, (tasks[index].out_counter,))
     stages: Sequence[Stage] = ()
+    chain: Sequence[Stage] = ()
     last = sorted(writes)
     if any(map(_overlap, last, last[1:])):
         stages = stages_of(tasks, accesses.order.wait_class, writes)
+        found = len(findings.errors)
         last = _sweep(buffer, sorted(writes, key=lambda write: accesses.ranks[write[2]]), accesses, findings)
+        whole = all(start == 0 and end >= accesses.width(buffer) for start, end, _ in writes)
+        safe = accesses.order is accesses.done and len(findings.errors) == found  # no counter hides what is before it
+        if whole and safe and len(stages) == len(writes):
+            chain = sorted(stages, key=lambda stage: accesses.ranks[stage.writers[0][2]])
     signals = tuple(dict.fromkeys([tasks[index].out_counter for _, _, index in last]))
     gaps = uncovered([(start, end) for start, end, _ in last], 0, accesses.width(buffer))
-    return Frontier(last, signals, gaps, stages)
+    return Frontier(last, signals, gaps, stages, chain)
 
 
 def _overlap(first: Write, second: Write) -> bool:
