@@ -27,9 +27,9 @@ from chat_templates import Renderers, template
 from click.testing import CliRunner, Result
 from mutations import ODD, mutate_bytes, mutated_json, mutated_table
 from patience import HANG_S
+from stores_that_compute import TRAPS, spring
 from strange_files import campaign_file, safetensors_file, sizes_of, tokenizer_file
 from tokenizer_directories import by_flywheel, by_transformers, differences, directory
-from traps import TRAPS, spring
 
 from flywheel.cli.main import cli
 from flywheel.cli.text import MAX_COMPLAINT, MAX_LINE
