@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flywheel.cli.provenance import lower_command
 from flywheel.measure.record import TrialRecord
+from flywheel.search.provenance import lower_command
 from flywheel.store.schedule import dump_schedule, schedule_document
 from flywheel.store.shipped import SHIPPED
 from flywheel.store.tsv import from_tsv

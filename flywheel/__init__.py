@@ -1,8 +1,9 @@
 """flywheel searches for the fastest schedule of a megakernel. From Python:
 
-    result = flywheel.search(model="llama3-8b", gpu="h100", trials=200)
-    table = result.to_dataframe()
-    rows = flywheel.open_store("flywheel.db").trials(result.campaign)
+    found = flywheel.search(model="llama3-8b", gpu="h100", trials=200)
+    found.save("best.json")
+    table = found.to_dataframe()
+    rows = flywheel.open_store("flywheel.db").trials(found.campaign)
     schedule = flywheel.load_schedule("best.json")
 
     with flywheel.Decoder.load("./Llama-3.2-1B", schedule=schedule) as decoder:
@@ -19,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from flywheel.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from flywheel.api.frame import to_dataframe
+    from flywheel.api.searching import search
     from flywheel.decode.sampling import Sampling
-    from flywheel.search.api import search
     from flywheel.serve.decoder import Decoder
-    from flywheel.store.frame import to_dataframe
     from flywheel.store.schedule import load_schedule
     from flywheel.store.sql import read_store as open_store
 
@@ -43,7 +44,7 @@ def __getattr__(name: str) -> Any:
         case "open_store":
             return import_module("flywheel.store.sql").read_store
         case "to_dataframe":
-            return import_module("flywheel.store.frame").to_dataframe
+            return import_module("flywheel.api.frame").to_dataframe
         case _:
             raise AttributeError(f"module 'flywheel' has no attribute {name!r}")
 

@@ -33,8 +33,8 @@ class Client:
 
 
 @pytest.mark.parametrize(
-    ("page", "shows"), [("README.md", (r"ScheduleConfig\(.*\) \d+\.\d+\n", "a text$")),
-                        ("docs/reference.md", (r"^\d+\.\d+ 0\.\d+ ScheduleConfig", r"nan \d+\.\d+$"))],
+    ("page", "shows"), [("README.md", (r"<ScheduleConfig \w{12}> \d+\.\d+\n", "a text$")),
+                        ("docs/reference.md", (r"^\d+\.\d+ 0\.\d+ <ScheduleConfig", r"nan \d+\.\d+$"))],
 )  # fmt: skip
 def test_the_python_of_a_page_runs_on_a_predicted_search(
     page: str, shows: tuple[str, ...], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import DEFAULTS, STDOUT, check_writable
-from flywheel.cli.provenance import row_title, stored_text
 from flywheel.cli.text import note, size, us_of
 from flywheel.decode.notes import Note, notes_of_defaults, notes_of_model
 from flywheel.errors import UsageError
@@ -21,6 +20,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import resolve_model
 from flywheel.models.decoder import DTYPES
 from flywheel.models.hf import load_scheme
+from flywheel.search.provenance import row_title, stored_text
 from flywheel.search.workload import Workload, default_context, make_workload, notes_of_another
 from flywheel.store.schedule import Schedule
 from flywheel.store.shipped import Shipped

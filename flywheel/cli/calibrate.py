@@ -18,11 +18,11 @@ from flywheel.cli.options import (
     store_option,
     write_file,
 )
-from flywheel.cli.provenance import find_campaign
 from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.cost_model.calibration import constants
 from flywheel.cost_model.free import FREE
+from flywheel.search.provenance import find_campaign
 
 if TYPE_CHECKING:
     from flywheel.search.knowledge.calibrating import Calibrated, Selection

@@ -19,7 +19,6 @@ from flywheel.cli.options import (
     store_option,
     write_file,
 )
-from flywheel.cli.provenance import find_campaign, search_command
 from flywheel.cli.text import (
     ABSENT,
     Command,
@@ -38,6 +37,7 @@ from flywheel.cli.text import (
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, judged, marks, ranked, row_name, tied_with, trial_of
+from flywheel.search.provenance import find_campaign, search_command
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
@@ -127,13 +127,10 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
 
 def _gained(campaign: Campaign, trials: list[TrialRecord]) -> str | None:
     """What the campaign gained, in words; None where its model is not on this machine."""
-    from flywheel.search.gains import gained, gains_in_words
-    from flywheel.search.space import make_space
-    from flywheel.search.workload import make_workload
+    from flywheel.search.gains import gains_in_words, gains_of
 
-    asked = campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
     try:
-        gains = gained(make_space(make_workload(*asked), json.loads(campaign.spec).get("fix", {})), trials)
+        gains = gains_of(campaign, trials)
     except FlywheelError:
         return None
     return None if gains is None else gains_in_words(gains)

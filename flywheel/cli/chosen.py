@@ -71,7 +71,7 @@ def notes_of_works(
 
 def campaign_named(url: str, name: str | None) -> Campaign:
     """The campaign that `find_campaign` returns. Without a name, its name is announced."""
-    from flywheel.cli.provenance import find_campaign
+    from flywheel.search.provenance import find_campaign
     from flywheel.store.sql import open_store
 
     with open_store(url, create=False) as store:
@@ -93,9 +93,9 @@ def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) 
 
 
 def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -> list[Chosen]:
-    from flywheel.cli.provenance import row_title
     from flywheel.ir import config_from_dict
     from flywheel.search.knowledge.known import best_of_work
+    from flywheel.search.provenance import row_title
     from flywheel.store.sql import open_store
 
     chosen = []

@@ -122,9 +122,9 @@ def _side(name: str, store: str, work: dict[str, Any]) -> Side:
 
 
 def _campaign(name: str, store: str) -> Side:
-    from flywheel.cli.provenance import find_campaign, lower_command
     from flywheel.measure.standing import best_of
     from flywheel.report.sides import read_side
+    from flywheel.search.provenance import find_campaign, lower_command
     from flywheel.store.schedule import schedule_document
     from flywheel.store.sql import open_store
 
@@ -140,10 +140,10 @@ def _campaign(name: str, store: str) -> Side:
 
 def _on_gpu(name: str, store: str, work: dict[str, Any]) -> Side:
     """The best that was measured of a work on a GPU. Raises UnknownNameError where nothing was."""
-    from flywheel.cli.provenance import lower_command
     from flywheel.measure.record import TrialRecord
     from flywheel.report.sides import read_side
     from flywheel.search.knowledge.known import best_known
+    from flywheel.search.provenance import lower_command
     from flywheel.store.schedule import schedule_document
     from flywheel.store.sql import open_store
 

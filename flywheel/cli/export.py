@@ -27,7 +27,6 @@ from flywheel.cli.options import (
     workload_options,
     write_file,
 )
-from flywheel.cli.provenance import find_campaign, row_title, stored_text
 from flywheel.cli.text import note, show_json, us, us_of
 from flywheel.errors import FlywheelError, StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
@@ -36,6 +35,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, trials_of
 from flywheel.models.catalog import resolve_model
 from flywheel.models.formats import weights_name
+from flywheel.search.provenance import find_campaign, origin_text, row_title
 from flywheel.store.shipped import Shipped
 from flywheel.store.tsv import to_csv, to_tsv
 
@@ -225,13 +225,13 @@ def _answer(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> T
 def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str | Iterable[str], dict[str, Any]]:
     """One schedule as a schedule file or a program, and facts about it."""
     if isinstance(answer, TrialRecord):
-        text = stored_text(answer, store) if form == "schedule" else _program(answer)
+        text = origin_text(answer, store) if form == "schedule" else _program(answer)
         note(f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us_of(answer)}")
         return text, {"campaign": answer.campaign, "trial": answer.trial, "program_id": answer.program_id}
     from flywheel.cli.bundling import work_of
 
     asked = answer.schedule
-    text = answer.text() if form == "schedule" else _lowered(work_of(answer), asked.config)
+    text = origin_text(answer, store) if form == "schedule" else _lowered(work_of(answer), asked.config)
     return text, {"shipped": answer.stem, "program_id": asked.program_id}
 
 

@@ -21,7 +21,6 @@ from flywheel.cli.options import (
     store_option,
     workload_options,
 )
-from flywheel.cli.provenance import search_command
 from flywheel.cli.text import counts, note, pairs, show, show_json
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.interop.amk import MARK, PriorTable, read_results
@@ -30,6 +29,7 @@ from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.standing import trials_of
 from flywheel.models.decoder import MAX_BATCH
 from flywheel.models.formats import weights_name
+from flywheel.search.provenance import search_command
 from flywheel.search.spec import check_name
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document

@@ -17,11 +17,10 @@ import click
 from flywheel.cli.drain import Drain
 from flywheel.cli.exits import FAILED
 from flywheel.cli.options import SharedOption, command, json_option, store_option
-from flywheel.cli.provenance import find_campaign
-from flywheel.cli.report import views
 from flywheel.cli.text import note, show, show_json
 from flywheel.errors import MirrorError
 from flywheel.process import child_environment
+from flywheel.search.provenance import find_campaign
 
 if TYPE_CHECKING:
     from flywheel.store.follow import Follower
@@ -103,6 +102,7 @@ def mlflow(
 
 def make_follower(store: str, tracking_uri: str | None, campaigns: tuple[str, ...], children: str) -> Follower:
     """A mirror of the store, not yet connected. Raises UsageError without the mlflow package."""
+    from flywheel.report.files import views
     from flywheel.store.follow import Follower
     from flywheel.store.mlflow import Mirror
 

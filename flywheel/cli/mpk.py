@@ -24,7 +24,7 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.task_graphs import prediction, searched, show_results, verdict
-from flywheel.cli.text import escaped, show, show_json
+from flywheel.cli.text import show, show_json
 from flywheel.errors import InvalidProgramError, IrFormatError, UsageError
 from flywheel.interop.mpk.facts import describe
 from flywheel.interop.mpk.graph import MpkGraph
@@ -35,7 +35,7 @@ from flywheel.interop.mpk.reading import read_graph, write_graph
 from flywheel.interop.mpk.timing import H200, Timing
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir.files import MAX_FILE_BYTES
-from flywheel.ir.show import did_you_mean
+from flywheel.ir.show import did_you_mean, escaped
 
 ACTIONS: Final = ("check", "inspect", "predict", "repair", "search", "convert")
 UNREADABLE: Final = "unreadable"

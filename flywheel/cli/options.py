@@ -262,14 +262,11 @@ def check_writable(path: Path) -> None:
 def write_file(path: Path, text: str | Iterable[str]) -> None:
     """Write `text`, or its pieces, to `path`, replacing it atomically, or to stdout. Raises UsageError where that
     fails."""
-    from flywheel.ir.files import write_atomically
+    from flywheel.ir.files import replace_file
 
     if path == STDOUT:
         for piece in (text,) if isinstance(text, str) else text:
             show_document(piece)
         return
     check_writable(path)
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+    replace_file(path, text)

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from flywheel.cli.drain import SIGNALS
-from flywheel.cli.text import amount, counts, duration, escaped, note, percent, us, us_of
+from flywheel.cli.text import amount, counts, duration, note, percent, us, us_of
+from flywheel.ir.show import escaped
 from flywheel.process import handling
 
 if TYPE_CHECKING:

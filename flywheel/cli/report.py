@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from flywheel.cli.options import STDOUT, OutputFile, check_writable, command, json_option, store_option, write_file
-from flywheel.cli.provenance import find_campaign, schedule_text, search_command
 from flywheel.cli.text import amount, note, show, show_json
 from flywheel.measure.standing import trials_of
-
-if TYPE_CHECKING:
-    from flywheel.measure.record import TrialRecord
-    from flywheel.store.campaign import Campaign
-    from flywheel.store.mirror import Views
-
-PAGE = "report.html"
+from flywheel.search.provenance import find_campaign
 
 
 @command
@@ -33,6 +24,7 @@ def report(campaign: str | None, output: Path | None, store: str, as_json: bool)
     It shows the history with the weight floor, the outcomes, the knobs, and the best schedule on every SM. The same
     rows give the same bytes.
     """
+    from flywheel.report.files import PAGE, campaign_files
     from flywheel.store.sql import open_store
 
     if output is not None:
@@ -52,24 +44,3 @@ def report(campaign: str | None, output: Path | None, store: str, as_json: bool)
     else:
         show(f"{target}: {amount(trials, 'trial')}, {len(text.encode()) / 1e3:,.0f} kB")
         note("open it in any browser; it loads nothing else")
-
-
-def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, str]:
-    """A campaign as files by path: the page, its pictures, the best schedule and the table of trials."""
-    from flywheel.report.facts import gather
-    from flywheel.report.page import page, pictures
-    from flywheel.store.tsv import to_tsv
-
-    facts = gather(campaign, records)
-    schedule = schedule_text(facts.best, campaign, len(facts.trials)) if facts.best is not None else None
-    files = {PAGE: page(facts, schedule, search_command(campaign, len(facts.trials))), "results.tsv": to_tsv(records)}
-    files |= {} if schedule is None else {"best_schedule.json": schedule}
-    return files | {f"plots/{name}": drawing for name, drawing in pictures(facts).items()}
-
-
-def views() -> Views:
-    """The functions of this version that a mirror calls."""
-    from flywheel.report.facts import trial_knobs
-    from flywheel.store.mirror import Views
-
-    return Views(trial_knobs, campaign_files)

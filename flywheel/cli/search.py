@@ -31,7 +31,6 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.progress import make_reporter
-from flywheel.cli.provenance import stored_text
 from flywheel.cli.text import amount, note, show_json, us_a_token
 from flywheel.cli.warming import announce_compiling
 from flywheel.errors import UsageError
@@ -44,12 +43,12 @@ from flywheel.search.trials.device import default_gpu
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.workload import default_context, with_ranks
 from flywheel.store.campaign import work_named
-from flywheel.store.shipped import Shipped
 
 if TYPE_CHECKING:
     from flywheel.measure.record import TrialRecord
     from flywheel.search.campaign import CampaignResult
     from flywheel.search.run import Start
+    from flywheel.store.shipped import Shipped
 
 SAMPLERS = ("descent", "local", "tpe", "gp", "cmaes", "random", "grid")
 
@@ -180,7 +179,8 @@ def search(
 
 def _present(start: Start, result: CampaignResult, store: str, schedule_file: Path | None, form: str) -> None:
     """Show how the search ended, on stdout, and write its answer where a file is asked for."""
-    from flywheel.cli.searched import answer_of, document, show_found
+    from flywheel.cli.searched import document, show_found
+    from flywheel.search.knowledge.known import answer_of
 
     match form:
         case "jsonl":
@@ -189,10 +189,10 @@ def _present(start: Start, result: CampaignResult, store: str, schedule_file: Pa
             show_json(document(start, result, store))
         case _:
             show_found(start, result, store, schedule_file)
-    answer = answer_of(start, result)
+    answer = answer_of(result.best, start.best_known)
     origin = result.best if answer is None else answer.origin
     if schedule_file is not None and origin is not None:
-        write_file(schedule_file, origin.text() if isinstance(origin, Shipped) else _schedule(store, origin))
+        write_file(schedule_file, _schedule(store, origin))
 
 
 def _exit_code(result: CampaignResult, fresh: bool) -> int:
@@ -273,8 +273,9 @@ def _beginning(start: Start, asked: str) -> Iterator[str]:
         yield f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
 
 
-def _schedule(store: str, best: TrialRecord) -> str:
+def _schedule(store: str, origin: TrialRecord | Shipped) -> str:
+    from flywheel.search.provenance import origin_text
     from flywheel.store.sql import open_store
 
     with open_store(store, create=False) as opened:
-        return stored_text(best, opened)
+        return origin_text(origin, opened)

@@ -30,7 +30,7 @@ from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, row_name
 from flywheel.search.gains import gained, gains_document, gains_in_words
-from flywheel.search.knowledge.known import Known
+from flywheel.search.knowledge.known import Known, answer_of
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 from flywheel.store.shipped import Shipped
@@ -56,7 +56,7 @@ _UNCERTAIN: Final = "no final was run; the best may be best by chance"
 def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]:
     """How the search ended, JSON-ready."""
     spec, best = start.spec, result.best
-    answer = answer_of(start, result)
+    answer = answer_of(result.best, start.best_known)
     gains = None if best is None else gained(_space(spec), _rows(store, result))
     return {
         "campaign": result.name,
@@ -96,15 +96,6 @@ def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]
         "stopped": result.stopped,
         "elapsed_s": result.elapsed_s,
     }  # fmt: skip
-
-
-def answer_of(start: Start, result: CampaignResult) -> Known | None:
-    """The measured schedule that answers the search: its own best, or for a search that only predicted, the best known
-    one of this very work. None where none was measured: then the best prediction is all there is."""
-    best = result.best
-    if best is None or best.latency_us is None:
-        return start.best_known
-    return Known(config_from_dict(json.loads(best.config)), best.latency_us, best)
 
 
 def known_document(known: Known, batch: int) -> dict[str, Any]:
@@ -169,7 +160,7 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
     from flywheel.store.places import make_store_url, store_name
 
     spec, best = start.spec, result.best
-    answer = answer_of(start, result)
+    answer = answer_of(result.best, start.best_known)
     show(_headline(spec, result, answer))
     rows = _rows(store, result)
     rate = ""

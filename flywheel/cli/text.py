@@ -23,6 +23,7 @@ import click
 
 from flywheel.cli.output import on_terminal, write_err, write_out
 from flywheel.errors import OutputError
+from flywheel.ir.show import escaped
 from flywheel.measure.latency import rounded, tokens_per_s
 
 if TYPE_CHECKING:
@@ -115,14 +116,6 @@ def complain(message: str) -> None:
     """Write the line that says why a command failed to stderr, if stderr can be written."""
     with suppress(OutputError, BrokenPipeError):
         note(line_of(f"flywheel: {' '.join(message.split())}", MAX_COMPLAINT))
-
-
-def escaped(text: str) -> str:
-    """`text` on one line. Line breaks, ESC, lone surrogates and all else that cannot be printed are escaped as in
-    Python."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def line_of(text: str, most: int = MAX_LINE) -> str:

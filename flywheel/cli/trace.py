@@ -123,9 +123,9 @@ def trace(
 
 def _best(store: str, campaign: str) -> Schedule:
     """The best schedule of a campaign: measured if any is, else predicted. Raises UnknownNameError, StoreError."""
-    from flywheel.cli.provenance import find_campaign
     from flywheel.ir import config_from_dict
     from flywheel.measure.standing import best_of, row_name
+    from flywheel.search.provenance import find_campaign
     from flywheel.store.sql import open_store
 
     with open_store(store, create=False) as opened:

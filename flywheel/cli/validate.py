@@ -9,10 +9,11 @@ import click
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_program
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import escaped, show, show_json
+from flywheel.cli.text import show, show_json
 from flywheel.errors import IrFormatError
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir import validate as prove
+from flywheel.ir.show import escaped
 
 UNREADABLE = "unreadable"
 """Code of the error of a file that holds no program; it is the only error."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flywheel.ir.fields import read_dict, read_int, read_int_map, read_list, read_str
+from flywheel.ir.show import html_table
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ScheduleConfig:
     """A schedule that a search proposes. The lowerer always makes the same program of it.
 
@@ -33,6 +34,18 @@ class ScheduleConfig:
         """The first 12 hex digits of the canonical JSON's SHA-256."""
         canonical = json.dumps(config_to_dict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+    def __repr__(self) -> str:
+        return f"<ScheduleConfig {self.config_id}>"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [
+            *((f"{op} {name}", size) for op, tiles in self.tiling.items() for name, size in tiles.items()),
+            ("fusion_grouping", "; ".join(" ".join(group) for group in self.fusion_grouping)),
+            ("sm_assignment", self.sm_assignment if isinstance(self.sm_assignment, str) else "explicit"),
+            *((each.name, getattr(self, each.name)) for each in fields(self)[3:]),
+        ]
+        return html_table(f"ScheduleConfig {self.config_id}", rows)
 
 
 def config_to_dict(config: ScheduleConfig) -> dict[str, Any]:

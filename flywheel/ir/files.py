@@ -14,7 +14,7 @@ from stat import S_IMODE, S_ISREG
 from typing import Any, BinaryIO, Final
 from uuid import uuid4
 
-from flywheel.errors import IrFormatError
+from flywheel.errors import IrFormatError, UsageError
 from flywheel.ir.show import show
 
 MAX_FILE_BYTES: Final = 2**30
@@ -125,3 +125,11 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
                 draft.chmod(S_IMODE(mode))
             file.writelines(pieces)
         draft.replace(place)
+
+
+def replace_file(path: Path, text: str | Iterable[str]) -> None:
+    """As `write_atomically`. Raises UsageError where that fails."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from html import escape
 
 MAX_SHOWN = 60
 MAX_LINE = 1000
@@ -26,6 +27,28 @@ def show(value: object) -> str:
         if all(type(item) in (int, str, float, bool, type(None)) for item in items):
             return _cut("[" + ", ".join(map(show, items)) + "]")
     return f"a {kind.__name__}"
+
+
+def escaped(text: str) -> str:
+    """`text` on one line. Line breaks, ESC, lone surrogates and all else that cannot be printed are escaped as in
+    Python."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def markup(text: str) -> str:
+    """Any text as HTML or XML that only shows it, without the control characters that XML cannot hold."""
+    return escape(escaped(text))
+
+
+def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    """A small table of names and values in HTML, for notebooks. It shows texts of strangers as text, and leaves out
+    values that are None."""
+    cells = "".join(
+        f"<tr><td>{markup(name)}</td><td>{markup(str(value))}</td></tr>" for name, value in rows if value is not None
+    )
+    return f"<table><caption>{markup(title)}</caption><tbody>{cells}</tbody></table>"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

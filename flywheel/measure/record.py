@@ -13,8 +13,9 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 from flywheel.errors import IrFormatError
 from flywheel.ir.config import config_from_dict
 from flywheel.ir.files import parse_json
-from flywheel.ir.show import show
+from flywheel.ir.show import html_table, show
 from flywheel.measure.columns import fault_of
+from flywheel.measure.latency import rounded
 from flywheel.measure.outcome import OUTCOME_NAMES
 from flywheel.measure.tenants import is_spread
 
@@ -50,7 +51,7 @@ class Column:
     meaning: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrialRecord:
     """One trial of one campaign. Searches, imports and stores make rows only as this class.
 
@@ -203,6 +204,31 @@ class TrialRecord:
         if self.floor_fraction is not None and not isclose(self.floor_fraction, wanted, rel_tol=_ROUNDING):
             return f"floor_fraction {self.floor_fraction} is not floor_us over the latency, {wanted:.6g}"
         return None
+
+    def __repr__(self) -> str:
+        return f"<TrialRecord {show(self.campaign)}, {self._number}: {self.took}>"
+
+    def _repr_html_(self) -> str:
+        floor = None if self.floor_fraction is None else f"{self.floor_fraction:.1%} reached of {self.floor_us:,.1f} us"
+        rows = (
+            *((name, getattr(self, name)) for name in ("campaign", "model", "gpu", "dtype", "weights", "context",
+                                                       "batch", "outcome", "reason")),
+            ("latency", None if self.objective_us is None else self.took), ("weight floor", floor),
+            *((name, getattr(self, name)) for name in ("source", "config_id", "program_id", "gpu_name", "created_at")),
+        )  # fmt: skip
+        return html_table(self._number, rows)
+
+    @property
+    def _number(self) -> str:
+        return f"{'final, row' if self.source == 'final' else 'trial'} {self.trial}"
+
+    @property
+    def took(self) -> str:
+        """The row's latency for people, with its kind: `measured 4,995.1 us`, `predicted 5,040 us`. Without a latency,
+        its outcome."""
+        if self.objective_us is None:
+            return self.outcome.replace("_", " ")
+        return f"{self.kind} {rounded(self.objective_us) if self.is_predicted else f'{self.objective_us:,.1f}'} us"
 
     @property
     def is_imported(self) -> bool:

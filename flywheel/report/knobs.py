@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from flywheel.ir.show import markup as words
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import compared
 from flywheel.report.changes import Change, by_weight, told
 from flywheel.report.facts import Knobs
 from flywheel.report.history import MOST_TIMES, WIDTH
-from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip, words
+from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
 from flywheel.search.knobs import Choice
 from flywheel.search.space import Dimension
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.cost_model.band import band_of
+from flywheel.ir.show import markup as words
 from flywheel.measure.latency import rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name
@@ -16,7 +17,7 @@ from flywheel.report.facts import Facts, Knobs
 from flywheel.report.history import MOST_TIMES, history, shown
 from flywheel.report.knobs import MOST_AXES, MOST_LINES, coordinates, costs, weighty
 from flywheel.report.layer import layer, shares
-from flywheel.report.svg import STYLE, element, standalone, words
+from flywheel.report.svg import STYLE, element, standalone
 from flywheel.search.gains import gains_in_words
 
 SHOWN: Final = 10

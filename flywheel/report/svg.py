@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Final
+
+from flywheel.ir.show import markup as words
 
 STYLE: Final = (
     "svg{font:12px system-ui,sans-serif;fill:#1d2733}"
@@ -38,11 +39,6 @@ def element(name: str, /, *children: str, **attributes: float | str | None) -> s
         if value is not None
     )
     return f"<{name}{said}>{''.join(children)}</{name}>" if children else f"<{name}{said}/>"
-
-
-def words(text: str) -> str:
-    """Any text as markup: escaped, and without the control characters that XML cannot hold."""
-    return escape("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
 
 
 def label(x: float, y: float, text: str, class_: str | None = None, **attributes: float | str | None) -> str:

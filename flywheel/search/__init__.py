@@ -1,4 +1,4 @@
-"""Where to look. The package is callable: `flywheel.search(model=..., gpu=...)` is `flywheel.search.api.search`."""
+"""Where to look. The package is callable: `flywheel.search(model=..., gpu=...)` is `flywheel.api.searching.search`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class _CallablePackage(ModuleType):
     @property
     def __signature__(self) -> Signature:
         """The function's, for `inspect.signature` and what completes and documents by it."""
-        from flywheel.search.api import search
+        from flywheel.api.searching import search
 
         return signature(search)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        from flywheel.search.api import search
+        from flywheel.api.searching import search
 
         return search(*arguments, **options)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.measure.latency import rounded
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, ranked, tied_with
-from flywheel.search.space import Space
+from flywheel.search.space import Space, make_space
+from flywheel.search.workload import make_workload
+from flywheel.store.campaign import Campaign
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Gains:
     """What a campaign gained. `start` is the row of the schedule that any search of this work tries first, and `seed`
     the fastest row of the schedules that were known before, `start` among them; None where the campaign did not try
@@ -24,6 +27,25 @@ class Gains:
     seed: TrialRecord | None
     best: TrialRecord
     sure: bool | None
+
+    @property
+    def over_start(self) -> float | None:
+        """How much faster `best` is than `start`, as `faster` says it; None without a `start`."""
+        return None if self.start is None else faster(self.best, self.start)
+
+    @property
+    def over_seed(self) -> float | None:
+        """How much faster `best` is than `seed`; None without a `seed`."""
+        return None if self.seed is None else faster(self.best, self.seed)
+
+    def __repr__(self) -> str:
+        return f"<Gains: {gains_in_words(self) or 'no schedule that was known before has a latency'}>"
+
+
+def gains_of(campaign: Campaign, records: Sequence[TrialRecord]) -> Gains | None:
+    """As `gained`, of a campaign with these rows. Raises as `make_workload`, where its model is not on this machine."""
+    asked = campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
+    return gained(make_space(make_workload(*asked), json.loads(campaign.spec).get("fix", {})), records)
 
 
 def gained(space: Space, records: Sequence[TrialRecord]) -> Gains | None:
@@ -76,8 +98,8 @@ def gains_document(gains: Gains | None) -> dict[str, float | bool | None] | None
         "start_us": None if start is None else _latency(start),
         "seed_us": None if seed is None else _latency(seed),
         "best_us": _latency(best),
-        "over_start": None if start is None else faster(best, start),
-        "over_seed": None if seed is None else faster(best, seed),
+        "over_start": gains.over_start,
+        "over_seed": gains.over_seed,
         "sure": gains.sure,
     }
 

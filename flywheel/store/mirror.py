@@ -12,6 +12,7 @@ from datetime import datetime
 from hashlib import sha256
 from typing import Any, Final
 
+from flywheel.ir.show import escaped
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import KINDS, best_so_far
 from flywheel.store.campaign import Campaign
@@ -131,7 +132,7 @@ def to_params(values: Mapping[str, Any]) -> dict[str, str]:
 def code_span(text: str) -> str:
     """A name as Markdown that only shows the name, whatever it contains: unprintable characters are escaped, and the
     name stands between more backticks than it has in a row. Source: CommonMark 0.31, "Code spans"."""
-    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:MAX_VALUE])
+    shown = escaped(text[:MAX_VALUE])
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     return f"{fence} {shown} {fence}" if "`" in shown or not shown.strip() else f"{fence}{shown}{fence}"
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from flywheel.ir import ScheduleConfig, config_from_dict
+from flywheel.ir.show import escaped
 from flywheel.measure.record import TrialRecord
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.workload import Workload
@@ -13,13 +14,16 @@ from flywheel.store.shipped import Shipped
 from flywheel.store.sql import Store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Known:
     """The best schedule that was measured for exactly one piece of work. `origin` is its row, or its shipped file."""
 
     config: ScheduleConfig
     latency_us: float
     origin: TrialRecord | Shipped
+
+    def __repr__(self) -> str:
+        return f"<Known: measured {self.latency_us:,.1f} us, {escaped(self.words)}>"
 
     @property
     def words(self) -> str:
@@ -34,6 +38,15 @@ class Known:
     def measured_on(self) -> str:
         """The GPU that measured it, and the day: `NVIDIA H100 80GB HBM3, 2026-11-26`."""
         return f"{self.origin.gpu_name or 'a GPU that the row does not name'}, {self.origin.created_at[:10]}"
+
+
+def answer_of(best: TrialRecord | None, before: Known | None) -> Known | None:
+    """The measured schedule that answers a search with the `best` row: that row, or for a search that only predicted,
+    the best one that was known `before` of this very work. None where none was measured: then the best prediction is
+    all there is."""
+    if best is None or best.latency_us is None:
+        return before
+    return Known(config_from_dict(json.loads(best.config)), best.latency_us, best)
 
 
 def best_of_work(

@@ -7,9 +7,9 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from flywheel.api.searching import search
 from flywheel.errors import UsageError
 from flywheel.measure.record import TrialRecord
-from flywheel.search.api import search
 from flywheel.search.knowledge.optuna_file import write_study
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import read_store

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import flywheel
+from flywheel.api.frame import to_dataframe
 from flywheel.errors import StoreError, UsageError
 from flywheel.measure.record import COLUMNS
-from flywheel.store.frame import to_dataframe
 
 
 def test_rows_are_a_table_with_every_column(tmp_path: Path) -> None:
@@ -38,6 +38,6 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 
 def test_without_pandas_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.store.frame.find_spec", lambda name: None)
+    monkeypatch.setattr("flywheel.api.frame.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"^to_dataframe needs pandas: pip install .*\[pandas\]'$"):
         to_dataframe([])

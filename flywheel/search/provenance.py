@@ -14,6 +14,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import row_name, trials_of
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.schedule import dump_schedule, schedule_document
+from flywheel.store.shipped import Shipped
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign
@@ -92,6 +93,11 @@ def stored_text(record: TrialRecord, store: Store) -> str:
     """The best-schedule JSON of a row of that store. Raises StoreError also where the store cannot be read."""
     trials = len(trials_of(store.trials(record.campaign)))
     return schedule_text(record, find_campaign(store, record.campaign), trials)
+
+
+def origin_text(origin: TrialRecord | Shipped, store: Store) -> str:
+    """The best-schedule JSON of a row of that store, or of a shipped schedule. Raises as `stored_text`."""
+    return origin.text() if isinstance(origin, Shipped) else stored_text(origin, store)
 
 
 def schedule_text(record: TrialRecord, campaign: Campaign, trials: int) -> str:

@@ -7,17 +7,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
+from rows import timed
 
 import flywheel
+from flywheel.api.searching import SearchResult
+from flywheel.api.searching import search as function
+from flywheel.cli.main import cli
 from flywheel.errors import StoreError, UsageError
-from flywheel.search.api import SearchResult
-from flywheel.search.api import search as function
 from flywheel.search.spec import METHOD, CampaignSpec
+from flywheel.store.shipped import SHIPPED
 from flywheel.store.sql import open_store
 from flywheel.version import VERSION
 
@@ -127,3 +132,98 @@ def test_a_campaign_of_a_version_without_windows_is_resumed(tmp_path: Path) -> N
         opened.execute("UPDATE campaigns SET spec = ?", [json.dumps(described)])
         opened.commit()
     assert search(**WORK, trials=2, name="old", store=store).trials == 2
+
+
+SHIPPED_WORK = {"model": "llama3.2-1b", "gpu": "h100", "measure": "predict"}
+SHIPPED_NAME = "llama3.2-1b-h100-bf16-c512-b1"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
+    """A search that predicts for a work whose schedule is shipped."""
+    return search(**SHIPPED_WORK, trials=3, name="guess", store=tmp_path_factory.mktemp("found") / "trials.db")
+
+
+def test_a_measured_schedule_answers_a_search_that_predicts(found: SearchResult, tmp_path: Path) -> None:
+    assert found.answer is not None
+    assert found.answer.words == f"shipped schedule {SHIPPED_NAME}"
+    assert found.best is not None
+    assert found.best.is_predicted
+    path = found.save(tmp_path / "best.json")
+    assert path.read_bytes() == (SHIPPED / f"{SHIPPED_NAME}.json").read_bytes()
+
+
+def test_a_measured_row_of_the_store_is_the_answer_and_saved_as_it_is_exported(
+    found: SearchResult, tmp_path: Path
+) -> None:
+    store = str(tmp_path / "trials.db")
+    with open_store(found.store) as source, open_store(store) as mine:
+        row, campaign = source.trials("guess")[0], source.campaign("guess")
+        assert campaign is not None
+        mine.create_campaign(replace(campaign, name="mine", measure="cuda"))
+        mine.append(timed(row, 900.0, campaign="mine", predicted_us=None, predictor=None))
+    again = search(**SHIPPED_WORK, trials=1, name="guess", store=store)
+    assert again.answer is not None
+    assert (again.answer.latency_us, again.answer.words) == (900.0, "trial 0 of campaign mine")
+    command = ["export", "--format", "schedule", "--campaign", "mine", "--store", store]
+    exported = CliRunner().invoke(cli, command).stdout_bytes
+    assert again.save(str(tmp_path / "best.json")).read_bytes() == exported
+
+
+def test_a_best_prediction_is_saved_where_nothing_was_measured(tmp_path: Path) -> None:
+    result = search(**WORK, trials=2, store=tmp_path / "trials.db")
+    assert result.answer is None
+    schedule = flywheel.load_schedule(result.save(tmp_path / "best.json"))
+    assert schedule.config == result.config
+
+
+def test_the_report_has_the_commands_bytes(found: SearchResult, tmp_path: Path) -> None:
+    page = found.report(tmp_path / "page.html").read_bytes()
+    command = ["report", "guess", "--store", found.store, "--output", str(tmp_path / "by_command.html")]
+    assert CliRunner().invoke(cli, command).exit_code == 0
+    assert (tmp_path / "by_command.html").read_bytes() == page
+    assert page.startswith(b"<!doctype html>")
+
+
+def test_what_searching_gained_is_what_the_command_says(found: SearchResult) -> None:
+    command = ["search", "--model", "llama3.2-1b", "--gpu", "h100", "--measure", "predict", "--jobs", "1",
+               "--trials", "3", "--name", "guess", "--store", found.store, "--json"]  # fmt: skip
+    said = json.loads(CliRunner().invoke(cli, command).stdout)["gained"]
+    assert found.gained is not None
+    assert (found.gained.over_seed, found.gained.over_start) == (said["over_seed"], said["over_start"])
+    assert found.gained.best == found.best
+
+
+def test_a_path_that_cannot_be_written_is_one_line_and_leaves_no_file(found: SearchResult, tmp_path: Path) -> None:
+    for write in (found.save, found.report):
+        with pytest.raises(UsageError, match=r"^.*/nowhere/x: cannot be written: No such file or directory$"):
+            write(tmp_path / "nowhere" / "x")
+    with pytest.raises(UsageError, match=r"no trial has a latency, so there is no schedule to save$"):
+        replace(found, best=None, answer=None).save(tmp_path / "best.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_rows_and_configs_are_short_lines(found: SearchResult) -> None:
+    shown = [repr(each) for each in (found, found.best, found.config, found.answer, found.gained)]
+    assert [line for line in shown if len(line) > 200 or not line.isprintable()] == []
+    assert shown[0].startswith("<SearchResult guess: predicted ")
+    assert f"us by shipped schedule {SHIPPED_NAME}>" in shown[0]
+    assert found.best is not None
+    assert shown[1] == f"<TrialRecord 'guess', trial {found.best.trial}: {found.best.took}>"
+    assert shown[2] == f"<ScheduleConfig {found.best.config_id}>"
+
+
+def test_a_notebook_shows_small_tables_in_which_names_are_text(found: SearchResult) -> None:
+    assert found.best is not None
+    assert found.config is not None
+    for each, fact in (
+        (found, SHIPPED_NAME), (found.best, "predicted"), (replace(found.best, model="<script>"), "&lt;script&gt;"),
+        (found.config, "threads_per_block"),
+    ):  # fmt: skip
+        table = ElementTree.fromstring(each._repr_html_())
+        assert table.tag == "table"
+        assert 4 < len(table.findall(".//tr")) < 30
+        assert fact in each._repr_html_()
+    assert "<script>" not in replace(found.best, model="<script>")._repr_html_()
+    hidden = replace(found, store="postgresql://me:secret@lab/trials")._repr_html_()
+    assert "secret" not in hidden

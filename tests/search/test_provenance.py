@@ -6,8 +6,8 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from flywheel.cli.provenance import search_command
 from flywheel.cli.search import search
+from flywheel.search.provenance import search_command
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.campaign import Campaign
 

@@ -8,27 +8,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flywheel.api.frame import to_dataframe
 from flywheel.decode.notes import Note, notes_of_defaults
+from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig, config_from_dict
+from flywheel.ir.files import replace_file
+from flywheel.ir.show import escaped, html_table
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.campaign import CampaignResult, Progress
+from flywheel.search.gains import Gains, gains_in_words, gains_of
+from flywheel.search.knowledge.known import Known, answer_of
+from flywheel.search.provenance import find_campaign, origin_text
 from flywheel.search.run import Start, run_search
 from flywheel.search.spec import BUDGETS, DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.workload import default_context
-from flywheel.store.frame import to_dataframe
+from flywheel.store.places import make_store_url, store_name
 from flywheel.store.sql import read_store
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SearchResult:
     """How a search ended.
 
-    `best` is the row of the fastest schedule and `config` is that schedule. Both are None where no trial was feasible.
+    `answer` is the measured schedule that answers it: the campaign's own best, or for a campaign that only predicted,
+    the best known one of exactly this work, from the store or shipped. It is None where none was measured. `best` is
+    the row of the campaign's fastest schedule and `config` is that schedule. Both are None where no trial was feasible.
+    `gained` says what the search gained over the schedules that it began with.
+
     `tied` are rows whose latency a final could not tell from the best row's. `outcomes` counts the campaign's trials by
     outcome, and `new_trials` the trials of this call. `stopped` says which budget ended the search: trials, time,
     until, patience or exhausted (no schedule was left). `store` and `campaign` say where all rows are. `notes` are
@@ -46,6 +57,54 @@ class SearchResult:
     stopped: str
     tied: tuple[TrialRecord, ...] = ()
     notes: tuple[Note, ...] = ()
+    answer: Known | None = None
+    gained: Gains | None = None
+
+    def __repr__(self) -> str:
+        return f"<SearchResult {self.campaign}: {escaped(self._found)}>"
+
+    def _repr_html_(self) -> str:
+        gained = None if self.gained is None else gains_in_words(self.gained)
+        outcomes = ", ".join(f"{count:,} {outcome.replace('_', ' ')}" for outcome, count in self.outcomes.items())
+        answer = None if self.answer is None else f"measured {self.answer.latency_us:,.1f} us, {self.answer.words}"
+        best = None if self.best is None else f"{self.best.took}, trial {self.best.trial}, config {self.best.config_id}"
+        rows = [("answer", answer), ("best", best), ("gained", gained), ("trials", outcomes),
+                ("store", store_name(make_store_url(self.store)))]  # fmt: skip
+        return html_table(self.campaign, rows)
+
+    @property
+    def _found(self) -> str:
+        """What was found, and what answers the search if that is something else."""
+        if self.best is None:
+            found = f"nothing feasible in {self.trials:,} trials"
+        else:
+            found = f"{self.best.took}, the best of {self.trials:,} trials"
+        if self.answer is None or self.answer.origin is self.best:
+            return found
+        return f"{found}; measured {self.answer.latency_us:,.1f} us by {self.answer.words}"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the answer as a schedule file, the bytes of `flywheel export` or `flywheel schedules`. Without an
+        answer, it is the best prediction. Returns the path.
+
+        Raises UsageError where there is neither, and where the file cannot be written, and StoreError.
+        """
+        origin = self.best if self.answer is None else self.answer.origin
+        if origin is None:
+            raise UsageError(f"campaign {self.campaign}: no trial has a latency, so there is no schedule to save")
+        with read_store(self.store) as store:
+            return _written(path, origin_text(origin, store))
+
+    def report(self, path: str | Path) -> Path:
+        """Write the campaign as one HTML page, as `flywheel report` does. Returns the path.
+
+        Raises UsageError where the file cannot be written, and StoreError.
+        """
+        from flywheel.report.files import PAGE, campaign_files
+
+        with read_store(self.store) as store:
+            campaign, records = find_campaign(store, self.campaign), store.trials(self.campaign)
+        return _written(path, campaign_files(campaign, records)[PAGE])
 
     def to_dataframe(self) -> DataFrame:
         """All rows of the campaign, finals included, in the columns of `flywheel.to_dataframe`.
@@ -113,7 +172,7 @@ def search(
     told: dict[str, Any] = {"announce": started.append, "watch": watch or (lambda _: None)}
     result = run_search(spec, str(store), fresh=fresh, given={*chosen, *BUDGETS}, **told)
     notes = notes_of_defaults({"gpu": gpu, "context": context}, asked)
-    return _found(result, str(store), (*notes, *started[0].notes))
+    return _found(result, str(store), started[0], notes)
 
 
 def _settled(model: str, gpu: str | None, context: int | None, measure: str) -> tuple[str, str, int]:
@@ -122,8 +181,20 @@ def _settled(model: str, gpu: str | None, context: int | None, measure: str) -> 
     return model, gpu, default_context(resolve_model(model)) if context is None else context
 
 
-def _found(result: CampaignResult, store: str, notes: tuple[Note, ...]) -> SearchResult:
+def _found(result: CampaignResult, url: str, start: Start, notes: tuple[Note, ...]) -> SearchResult:
     best = result.best
-    config = None if best is None else config_from_dict(json.loads(best.config))
-    counts = result.outcomes, result.trials, result.new_trials, result.elapsed_s
-    return SearchResult(result.name, store, best, config, *counts, result.stopped, result.tied, notes)
+    with read_store(url) as store:
+        gains = gains_of(find_campaign(store, result.name), store.trials(result.name))
+    return SearchResult(
+        campaign=result.name, store=url, best=best,
+        config=None if best is None else config_from_dict(json.loads(best.config)),
+        outcomes=result.outcomes, trials=result.trials, new_trials=result.new_trials, elapsed_s=result.elapsed_s,
+        stopped=result.stopped, tied=result.tied, notes=(*notes, *start.notes),
+        answer=answer_of(best, start.best_known), gained=gains,
+    )  # fmt: skip
+
+
+def _written(path: str | Path, text: str) -> Path:
+    path = Path(path)
+    replace_file(path, text)
+    return path
