@@ -3,6 +3,7 @@
     found = flywheel.search(model="llama3-8b", gpu="h100", trials=200)
     found.save("best.json")
     table = found.to_dataframe()
+    told = flywheel.evaluate(config="best.json", measure="predict")
     rows = flywheel.open_store("flywheel.db").trials(found.campaign)
     schedule = flywheel.load_schedule("best.json")
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flywheel.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from flywheel.api.evaluating import evaluate
     from flywheel.api.frame import to_dataframe
     from flywheel.api.searching import search
     from flywheel.decode.sampling import Sampling
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from flywheel.store.schedule import load_schedule
     from flywheel.store.sql import read_store as open_store
 
-__all__ = ["Decoder", "Sampling", "__version__", "load_schedule", "open_store", "search", "to_dataframe"]
+__all__ = ["Decoder", "Sampling", "__version__", "evaluate", "load_schedule", "open_store", "search", "to_dataframe"]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,6 +41,8 @@ def __getattr__(name: str) -> Any:
             return import_module("flywheel.serve.decoder").Decoder
         case "Sampling":
             return import_module("flywheel.decode.sampling").Sampling
+        case "evaluate":
+            return import_module("flywheel.api.evaluating").evaluate
         case "load_schedule":
             return import_module("flywheel.store.schedule").load_schedule
         case "open_store":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
@@ -24,21 +24,11 @@ from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import open_predictor
 from flywheel.cost_model.band import band_of
 from flywheel.errors import UsageError
-from flywheel.measure.floor import floor_fraction
-from flywheel.measure.outcome import Measured, Predicted, Rejected
-from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
-if TYPE_CHECKING:
-    from flywheel.search.appraise import Appraisal
-    from flywheel.search.noise import Gain
-    from flywheel.search.workload import Workload
-
 SHOWN: Final = 8
 """How many differences from the incumbent the text shows."""
-_NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers")
-"""Columns of the document beside outcome and reason; null where absent."""
 
 
 @command
@@ -76,9 +66,8 @@ def evaluate(
     The command writes nothing. Exit code 0 with a latency, 3 without one. A schedule names its model, GPU, dtype,
     context and batch; options override them.
     """
-    from flywheel.search.appraise import appraise
+    from flywheel.api.evaluating import evaluate_work
     from flywheel.search.workload import make_workload, with_ranks
-    from flywheel.store.sql import open_store
 
     if (config_file is None) == (config_option is None):
         raise UsageError("evaluate: give one config, as CONFIG or as --config")
@@ -92,65 +81,14 @@ def evaluate(
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     announce_compiling()
-    if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
-        found = appraise(config, workload, measure, None, predictor)
-    else:
-        with open_store(store, create=False) as opened:
-            found = appraise(config, workload, measure, opened, predictor)
-    document = _document(workload, config.config_id, found)
+    missing = ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists()
+    document = evaluate_work(config, workload, measure, None if missing else store, predictor).document()
     if as_json:
         show_json(document)
     else:
         _show(document)
-    if not isinstance(found.outcome, Measured | Predicted):
+    if document["outcome"] not in ("measured", "predicted"):
         ctx.exit(REJECTED)
-
-
-def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str, Any]:
-    from flywheel.search.rows import result_columns
-
-    evaluation, outcome = found.evaluation, found.outcome
-    columns = result_columns(outcome)
-    latency_us = columns.get("latency_us", columns.get("predicted_us"))
-    floor_us = evaluation.floor_us
-    return {
-        "model": workload.model,
-        "gpu": workload.gpu,
-        "dtype": workload.dtype,
-        "context": workload.context,
-        "batch": workload.batch,
-        "weights": workload.stored,
-        "measure": found.measure,
-        "outcome": columns["outcome"],
-        "codes": list(outcome.codes) if isinstance(outcome, Rejected) else [],
-        "reason": columns.get("reason"),
-        **{name: columns.get(name) for name in _NUMBERS},
-        "floor_us": floor_us,
-        "floor_fraction": None if floor_us is None or latency_us is None else floor_fraction(floor_us, latency_us),
-        "config_id": config_id,
-        "program_id": evaluation.program_id,
-        "tasks": evaluation.tasks,
-        "incumbent": None if found.incumbent is None else _incumbent(found.incumbent, latency_us, found.gained),
-        "changed": None if found.incumbent is None else {name: list(pair) for name, pair in found.changed.items()},
-    }
-
-
-def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | None) -> dict[str, Any]:
-    best_us = record.objective_us if gained is None else gained.rival_us
-    assert best_us is not None
-    return {
-        "campaign": record.campaign,
-        "trial": record.trial,
-        "config_id": record.config_id,
-        "outcome": record.outcome,
-        "imported_from": record.imported_from,
-        "latency_us": record.latency_us,
-        "predicted_us": record.predicted_us,
-        "rival_us": None if gained is None else gained.rival_us,
-        "gain_low_us": None if gained is None else gained.low_us,
-        "gain_high_us": None if gained is None else gained.high_us,
-        "speedup": None if latency_us is None else best_us / latency_us,
-    }
 
 
 def _disturbed(strangers: int | None) -> str | None:

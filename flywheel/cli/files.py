@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from flywheel.cli.options import DEFAULTS
 from flywheel.cli.text import note
 from flywheel.errors import IrFormatError, StoreError, UsageError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict, program_from_dict
+from flywheel.ir import MegakernelProgram, ScheduleConfig, program_from_dict
 from flywheel.ir.files import parse_json, read_stream, read_text
 from flywheel.models.spec import DecoderSpec
 from flywheel.store.campaign import work_named
-from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
+from flywheel.store.schedule import CONFIG_FIELDS, FORMAT, Schedule, config_from_document, schedule_from_document
 
 if TYPE_CHECKING:
     from flywheel.decode.notes import Note
-
-_FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
 
 
 def load_program(path: str) -> MegakernelProgram:
@@ -40,7 +36,7 @@ def _refuse_schedule(document: object, path: str) -> None:
     if document.get("format") == FORMAT:
         found = schedule_from_document(document, path)
         what = f"an exported schedule of {work_named(found.model, found.gpu, found.dtype, found.context, found.batch)}"
-    elif document and document.keys() <= _FIELDS:
+    elif document and document.keys() <= CONFIG_FIELDS:
         what = "a ScheduleConfig"
     else:
         return
@@ -52,21 +48,13 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
 
     Raises IrFormatError or UsageError, which name the file.
     """
-    document = _document(path)
     try:
-        if isinstance(document, dict) and document.get("format") == FORMAT:
-            return schedule_from_document(document, path)
-        if isinstance(document, dict) and document and not _FIELDS & document.keys():
-            raise IrFormatError("neither an exported schedule nor a ScheduleConfig: it has no field of one")
-        config = config_from_dict(document)
-    except IrFormatError as error:
-        raise IrFormatError(f"{path}: {error}") from None
+        given, unknown = config_from_document(_document(path), path)
     except StoreError as error:
         raise UsageError(str(error)) from None
-    unknown = sorted(document.keys() - _FIELDS)
     if unknown:
-        note(f"{path}: ignored fields that a ScheduleConfig does not have: {', '.join(unknown)}")
-    return config
+        note(unknown)
+    return given
 
 
 def as_stored(model: str | None, gpu: str | None) -> dict[str, str | None]:
@@ -80,28 +68,11 @@ def as_stored(model: str | None, gpu: str | None) -> dict[str, str | None]:
 
 
 def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
-    """Complete `named` (model, GPU, dtype, context, batch and weights). Options decide, then the schedule, then the GPU
-    of this machine, the model's context and the defaults.
+    """As `settle_names`; its notes go to stderr."""
+    from flywheel.search.settling import settle_names
 
-    Raises UsageError, which names the command `who`, without a model or a GPU, and what looking up the model raises.
-    """
-    from flywheel.models.catalog import fetch_model, resolve_model
-    from flywheel.search.trials.device import default_gpu
-    from flywheel.search.workload import default_context
-
-    fallback = DEFAULTS if schedule is None else {name: getattr(schedule, name) for name in named}
-    if schedule is not None and schedule.weights == schedule.dtype:
-        fallback = {**fallback, "weights": None}  # unquantised weights follow the dtype
-    settled = {name: fallback.get(name) if value is None else value for name, value in named.items()}
-    if settled["model"] is None:
-        raise UsageError(f"{who}: no model; give --model, or an exported schedule")
-    settled["model"] = fetch_model(settled["model"], False, _announce)
-    if settled["gpu"] is None:
-        settled["gpu"] = default_gpu(who)
-    spec = resolve_model(settled["model"])
-    announce_another(schedule, spec)
-    if named["context"] is None and schedule is None:
-        settled["context"] = default_context(spec)
+    settled, notes = settle_names(who, named, schedule, _announce)
+    announce_notes(notes)
     return settled
 
 

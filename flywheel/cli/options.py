@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import click
@@ -20,16 +18,12 @@ from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
 from flywheel.ir import MAX_RANKS
 from flywheel.models.decoder import MAX_BATCH
-from flywheel.search.spec import CampaignSpec
+from flywheel.search.spec import DEFAULTS as DEFAULTS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 STDOUT: Final = Path("-")
 DEFAULT_STORE: Final = "flywheel.db"
-DEFAULTS: Final = MappingProxyType(
-    {field.name: field.default for field in fields(CampaignSpec) if field.default is not MISSING}
-)
-"""Option -> a campaign's value where nothing says otherwise."""
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 _SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}

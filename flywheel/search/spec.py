@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
@@ -91,8 +92,7 @@ class CampaignSpec:
             raise UsageError(f"time_s={self.time_s} is not positive and finite")
         if self.until is not None and not 0 < self.until <= 1:
             raise UsageError(f"until={self.until} is not a floor fraction in 0..1")
-        if self.measure not in ("auto", "predict", "cuda"):
-            raise UsageError(f"measure={self.measure!r} is not one of auto, predict, cuda")
+        check_measure(self.measure)
         if self.prefilter is not None:
             self._check_prefilter(self.prefilter)
         if self.engine not in ("local", "ray"):
@@ -126,6 +126,19 @@ _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
     "float | None": (int, float),
     "bool": (bool,),
 }
+
+
+def check_measure(measure: str) -> None:
+    """Raises UsageError unless `measure` is auto, predict or cuda."""
+    if measure not in ("auto", "predict", "cuda"):
+        raise UsageError(f"measure={measure!r} is not one of auto, predict, cuda")
+
+
+DEFAULTS: Final = MappingProxyType(
+    {field.name: field.default for field in fields(CampaignSpec) if field.default is not MISSING}
+)
+"""Option -> a campaign's value where nothing says otherwise."""
+
 
 
 def read_campaign_file(path: Path) -> dict[str, Any]:

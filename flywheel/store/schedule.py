@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from flywheel.errors import StoreError
+from flywheel.errors import IrFormatError, StoreError
 from flywheel.ir.config import ScheduleConfig, config_from_dict
 from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.floor import floor_fraction
@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 FORMAT: Final = "flywheel-schedule"
 FORMAT_VERSION: Final = 1
 """Raised when an older reader would misread the file; added fields do not raise it."""
+CONFIG_FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,22 @@ def schedule_from_document(document: object, where: str) -> Schedule:
         program_id=None if program_id is None else _field(document, "program_id", str, where),
         weights=_field({"weights": document.get("dtype"), **document}, "weights", str, where),
     )
+
+
+def config_from_document(document: object, where: str) -> tuple[Schedule | ScheduleConfig, str | None]:
+    """Read a schedule's document, or a bare ScheduleConfig's. The text names fields that neither has; None where there
+    are none. Raises as `schedule_from_document`, with the name `where`."""
+    try:
+        if isinstance(document, dict) and document.get("format") == FORMAT:
+            return schedule_from_document(document, where), None
+        if isinstance(document, dict) and document and not CONFIG_FIELDS & document.keys():
+            raise IrFormatError("neither an exported schedule nor a ScheduleConfig: it has no field of one")
+        config = config_from_dict(document)
+    except IrFormatError as error:
+        raise IrFormatError(f"{where}: {error}") from None
+    assert isinstance(document, dict)
+    unknown = ", ".join(sorted(document.keys() - CONFIG_FIELDS))
+    return config, f"{where}: ignored fields that a ScheduleConfig does not have: {unknown}" if unknown else None
 
 
 def _predicted(record: TrialRecord) -> dict[str, Any] | None:
