@@ -3,7 +3,7 @@
     python experiments/fuzz.py [--processes 12] [--minutes 60] [--cases N] [--seed 0] [--targets program,store,...] \\
         > results/fuzz.txt
 
-A case is a good program, config, schedule, campaign file, machine file, table, model config, safetensors header,
+A case is a good program, config, schedule, options file, machine file, table, model config, safetensors header,
 tokenizer, directory of a tokenizer, chat template, store, sizes of a model, or store that computes (`traps`).
 tests/mutations.py, tests/strange_files.py, tests/tokenizer_directories.py and tests/chat_templates.py change a few of
 its bytes or its structure. Each command must end with a documented exit code, at most one line of trouble, no traceback

@@ -124,9 +124,9 @@ replay_measured() {
 
 calibration() {
   local table=results/gpu/calibration.tsv campaign each randoms=() only=() kernels=()
-  head_of flywheel import "$table" --campaign EACH --as EACH --store calibration.db
+  head_of flywheel import "$table" --campaign EACH --name EACH --store calibration.db
   for campaign in $(tail -n +2 "$table" | cut -f 1 | sort -u); do
-    (cd "$scratch" && "$python" -m flywheel import "$table" --campaign "$campaign" --as "$campaign" \
+    (cd "$scratch" && "$python" -m flywheel import "$table" --campaign "$campaign" --name "$campaign" \
       --store calibration.db >/dev/null) || return
     case "$campaign" in *-int4-*-random-* | *-fp8-*-random-*) randoms+=(--campaign "$campaign") ;; esac
   done

@@ -49,7 +49,7 @@ def _schedule(tiling: Mapping[str, Any], *more: str, **fields: Any) -> Callable[
 def _campaign(text: Callable[[], str]) -> Callable[[Path], Command]:
     def write(folder: Path) -> Command:
         (folder / "c.toml").write_text(text())
-        return "search", "--campaign", "c.toml", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict"
+        return "search", "--options", "c.toml", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict"
 
     return write
 
@@ -153,7 +153,7 @@ COSTLY: Final[Mapping[str, Callable[[Path], Command]]] = MappingProxyType({
     **{
         f"{command[0]}: {name}": _program(make, *command)
         for command in (("validate", "FILE"), ("inspect", "FILE"), ("diff", "FILE", "FILE"),
-                        ("simulate", "FILE", "--seeds", "3"))
+                        ("simulate", "FILE", "--orders", "3"))
         for name, make in _PROGRAMS.items()
         if (command[0], name) != ("simulate", "readers")  # its simulation compares each read with each writer
     },

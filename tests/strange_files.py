@@ -39,7 +39,7 @@ _CAMPAIGN: Final[Mapping[str, tuple[Any, ...]]] = {
     "ray_address": ("127.0.0.1:1", "nowhere"),
     "name": _NAMES,
 }
-"""Options of a campaign file with values of their type; some good, some at a bound, some beside it."""
+"""Options of an options file with values of their type; some good, some at a bound, some beside it."""
 
 _KNOBS: Final[Mapping[str, tuple[Any, ...]]] = {
     "depth": ("2", 2, 4, "1", "4096", "two"),
@@ -54,7 +54,7 @@ _KNOBS: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-def campaign_file(model: str, random: Random) -> bytes:
+def options_file(model: str, random: Random) -> bytes:
     """TOML with some options and pinned knobs, each of its type."""
     good: dict[str, Any] = {"model": model, "gpu": "l4", "dtype": "f32", "context": 32, "sampler": "random"}
     good["trials"] = 3

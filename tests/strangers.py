@@ -28,7 +28,7 @@ from click.testing import CliRunner, Result
 from mutations import ODD, mutate_bytes, mutated_json, mutated_table
 from patience import HANG_S
 from stores_that_compute import TRAPS, spring
-from strange_files import campaign_file, safetensors_file, sizes_of, tokenizer_file
+from strange_files import options_file, safetensors_file, sizes_of, tokenizer_file
 from tokenizer_directories import by_flywheel, by_transformers, differences, directory
 
 from flywheel.cli.main import cli
@@ -123,7 +123,7 @@ class Strangers:
         yield "validate", "p.json"
         yield "inspect", "p.json"
         yield "diff", self.folder / "program.json", "p.json"
-        yield "simulate", "p.json", "--seeds", "1", "--trace", "out.json"
+        yield "simulate", "p.json", "--orders", "1", "--trace", "out.json"
         if self.has_weights and random.random() < 0.2:
             yield "verify", "p.json", "--model", self.model, "--positions", "3"
 
@@ -136,7 +136,7 @@ class Strangers:
     def _schedule(self, random: Random) -> Iterator[Sequence[object]]:
         Path("s.json").write_bytes(mutated_json(self.schedule, random))
         yield "lower", "--config", "s.json", "-o", "out.json"
-        yield "import", "s.json", "--as", "x", "--measure", "predict", "--store", "s.db"
+        yield "import", "s.json", "--name", "x", "--measure", "predict", "--store", "s.db"
 
     def _campaign(self, random: Random) -> Iterator[Sequence[object]]:
         good = {"sampler": "random", "seed": 3, "until": 0.9, "patience": 2, "predictions": 9, "fix": {}}
@@ -147,12 +147,12 @@ class Strangers:
             Path("c.toml").write_text("".join(lines))
         else:
             Path("c.toml").write_bytes(mutate_bytes("".join(lines).encode(), random))
-        yield "search", "--campaign", "c.toml", *self.work, *SEARCH, "--time", "2s", "--store", "s.db", "--name", "x"
+        yield "search", "--options", "c.toml", *self.work, *SEARCH, "--time", "2s", "--store", "s.db", "--name", "x"
 
     def _options(self, random: Random) -> Iterator[Sequence[object]]:
-        Path("c.toml").write_bytes(campaign_file(str(self.model), random))
+        Path("c.toml").write_bytes(options_file(str(self.model), random))
         here = ("--measure", "predict", "--jobs", "1", "--time", "2s")
-        yield "search", "--campaign", "c.toml", *here, "--store", "s.db"
+        yield "search", "--options", "c.toml", *here, "--store", "s.db"
 
     def _machine(self, random: Random) -> Iterator[Sequence[object]]:
         from flywheel.cost_model import machine_for
@@ -161,11 +161,11 @@ class Strangers:
 
         good = json.loads(dump_calibration(Calibration(machine_for(TARGETS["l4"]), {"rows": 1})))
         Path("m.json").write_bytes(signed(mutated_json(good, random)))
-        yield "simulate", self.folder / "program.json", "--machine", "m.json", "--seeds", "0"
+        yield "simulate", self.folder / "program.json", "--machine", "m.json", "--orders", "0"
 
     def _table(self, random: Random) -> Iterator[Sequence[object]]:
         Path("t.tsv").write_bytes(mutated_table(self.table, random))
-        yield "import", "t.tsv", "--as", "x", "--store", "s.db"
+        yield "import", "t.tsv", "--name", "x", "--store", "s.db"
         if Path("s.db").exists():
             yield from self._read("s.db", "x")
 
@@ -173,7 +173,7 @@ class Strangers:
         config = json.dumps(self.schedule["config"])
         text = f"correctness\tmodel\tgpu\tlatency_us\tschedule\nPASS\tm\tg\t1.5\t{config}\nFAIL\tm\tg\t2\t{config}\n"
         Path("t.tsv").write_bytes(mutated_table(text, random))
-        yield "import", "t.tsv", "--as", "x", *self.work, "--measure", "predict", "--store", "s.db"
+        yield "import", "t.tsv", "--name", "x", *self.work, "--measure", "predict", "--store", "s.db"
 
     def _model(self, random: Random) -> Iterator[Sequence[object]]:
         Path("config.json").write_bytes(mutated_json(CONFIG, random))
@@ -259,7 +259,7 @@ class Strangers:
         yield "export", "--format", "tsv", "--store", store
         for form in ("schedule", "program", "t4"):
             yield "export", "--format", form, "--campaign", name, "--store", store, "-o", f"out.{form}"
-        yield "report", name, "--out", "out.html", "--store", store
+        yield "report", name, "--output", "out.html", "--store", store
 
 
 def draft_names(folder: Path) -> list[str]:

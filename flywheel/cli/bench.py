@@ -114,9 +114,9 @@ class Refused:
 @click.option("--against", type=rival_names, metavar="NAME,...",
               help=f"Rivals to time: {', '.join(KNOWN_RIVALS)}.  [default: cublas,compile; for quantised weights, "
                    "the rivals that multiply them; on several GPUs, the rivals that use NCCL]")
-@click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
+@click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="TOKENS,...",
               help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
-@click.option("--batch", "batches", type=integers, metavar="N,N...",
+@click.option("--batch", "batches", type=integers, metavar="N,...",
               help="Sequences that one launch decodes; each number is timed.  [default: the schedule's, else 1]")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
@@ -130,11 +130,11 @@ class Refused:
               help="Time this campaign's best schedule and its model.  [default: without --model, the newest]")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
               help=f"Rounds of {SAMPLES} samples each; each round loads the schedule again.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, metavar="N",
               help="Seed of the tokens and, without a checkpoint, of the weights.")
 @click.option("--serve", "served", is_flag=False, flag_value=START, metavar="[URL]",
               help="Time a server with OpenAI's API instead of the decode step; without a URL, start one.")
-@click.option("--clients", type=integers, default="1,8", show_default=True, metavar="N,N...",
+@click.option("--clients", type=integers, default="1,8", show_default=True, metavar="N,...",
               help="With --serve: clients that send requests at the same time.")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, metavar="N",
               help="With --serve: requests for each number of clients.")

@@ -60,7 +60,7 @@ def campaigns(
 ) -> None:  # fmt: skip
     """List the campaigns of a store with their outcomes and best latencies, or show the campaign NAME.
 
-    An archived campaign comes back with flywheel import FILE --as NAME.
+    An archived campaign comes back with flywheel import FILE --name NAME.
     """
     from flywheel.store.sql import open_store
 

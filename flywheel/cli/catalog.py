@@ -22,8 +22,9 @@ from flywheel.search.workload import find_target
 
 @command
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Add the weight floor on this GPU; repeatable.")
-@click.option("--dtype", cls=SharedOption, type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"],
-              show_default=True, help="Type of activations and unquantised weights.")  # fmt: skip
+@click.option("--dtype", cls=SharedOption, type=click.Choice(list(DTYPES)), metavar="bf16|f16|f32",
+              default=DEFAULTS["dtype"], show_default=True,
+              help="Type of activations and unquantised weights.")  # fmt: skip
 @weights_option
 @document_option
 @json_option

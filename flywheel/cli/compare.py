@@ -48,7 +48,7 @@ def share(text: str) -> float:
 @command
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--model", cls=SharedOption, metavar="NAME|PATH|REPO", help="The model, if A and B are GPUs.")
+@click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO", help="The model, if A and B are GPUs.")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32", help="Its dtype, if A and B are GPUs.")
 @weights_option
 @click.option("--context", cls=SharedOption, type=int, metavar="TOKENS", help="Its context, if A and B are GPUs.")
@@ -56,11 +56,11 @@ def share(text: str) -> float:
 @click.option("--fail-if-slower", "most", type=share, metavar="PERCENT",
               help="Exit with code 3 if a step of B takes over PERCENT longer than one of A.")
 @store_option
-@click.option("-o", "--output", type=OutputFile(), metavar="FILE.svg", help="Draw the comparison to FILE.")
+@click.option("--picture", type=OutputFile(), metavar="FILE.svg", help="Draw the comparison to FILE.")
 @json_option
 @click.pass_context
 def compare(
-    ctx: click.Context, /, first: str, second: str, most: float | None, store: str, output: Path | None, as_json: bool,
+    ctx: click.Context, /, first: str, second: str, most: float | None, store: str, picture: Path | None, as_json: bool,
     **work: Any,
 ) -> None:  # fmt: skip
     """Compare two campaigns, schedules or GPUs.
@@ -77,11 +77,11 @@ def compare(
         raise UsageError("compare: --fail-if-slower compares two measured or two predicted schedules, not one of each")
     slower = most is not None and found is not None and found.slower > most
     document = _document(sides, found, _changed(*sides))
-    if output is not None:
+    if picture is not None:
         from flywheel.report.svg import standalone
 
-        write_file(output, standalone(drawn(sides)))
-        announce_written(output)
+        write_file(picture, standalone(drawn(sides)))
+        announce_written(picture)
     if as_json:
         show_json({**document, "fail_if_slower": most, "failed": slower})
     else:

@@ -40,9 +40,9 @@ def integers(text: str) -> tuple[int, ...]:
 def decode_options(function: _F) -> _F:
     """`--model`, `--gpu`, `--dtype`, `--weights`, `--context`, `--device` and `--seed`."""
     for option in (
-        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, metavar="N",
                      help="Seed of drawn tokens and, without a checkpoint, of the weights."),
-        click.option("--device", cls=SharedOption, type=click.Choice(["reference", "cuda"]), default="reference",
+        click.option("--device", cls=SharedOption, type=click.Choice(["cuda", "reference"]), default="reference",
                      show_default=True, help="Run the program on the CPU (reference) or on this machine's GPU (cuda)."),
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
                      help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]"),
@@ -52,7 +52,7 @@ def decode_options(function: _F) -> _F:
                           f"{DEFAULTS['dtype']}]"),
         click.option("--gpu", cls=SharedOption, metavar="NAME",
                      help=f"GPU to lower for.  [default: the schedule's, else the device's, else {DEFAULT_GPU}]"),
-        click.option("--model", cls=SharedOption, metavar="DIR|REPO|NAME",
+        click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO",
                      help="Directory of a Hugging Face checkpoint, a repository of its Hub, or a model by name, with "
                           "random weights."),
     ):  # fmt: skip

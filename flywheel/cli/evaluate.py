@@ -32,8 +32,8 @@ SHOWN: Final = 8
 
 
 @command
-@click.argument("config_file", required=False, metavar="CONFIG|-")
-@click.option("--config", "config_option", metavar="FILE|-", help="Same as the argument CONFIG.")
+@click.argument("config_file", required=False, metavar="FILE|-")
+@click.option("--config", "config_option", metavar="FILE|-", help="Same as the argument FILE.")
 @workload_options
 @batch_option
 @ranks_option
@@ -70,7 +70,7 @@ def evaluate(
     from flywheel.search.workload import make_workload, with_ranks
 
     if (config_file is None) == (config_option is None):
-        raise UsageError("evaluate: give one config, as CONFIG or as --config")
+        raise UsageError("evaluate: give one config, as FILE or as --config")
     given = load_config(config_file or config_option or "")
     schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,

@@ -56,7 +56,6 @@ _OF_CAMPAIGN = ("schedule", "program", "bundle", "optuna")
                    "optuna: a campaign as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
 @click.option(
     "--config",
-    "--schedule",
     "schedule_file",
     metavar="FILE|shipped",
     help="With --format bundle: bundle an exported or the shipped schedule instead of a trial.",

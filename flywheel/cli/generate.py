@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 @click.option("--max-tokens", type=int, default=32, show_default=True, metavar="N", help="Stop after N tokens.")
 @click.option(
     "--config",
-    "--schedule",
     "schedule_file",
     metavar="FILE|-",
     help="Exported schedule, or ScheduleConfig, as JSON.  [default: the store's best for this workload, else the "

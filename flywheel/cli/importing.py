@@ -45,7 +45,7 @@ PRIORS: Final = 10
 
 @partial(command, name="import")
 @click.argument("path", metavar="FILE|-")
-@click.option("--as", "name", required=True, metavar="CAMPAIGN", help="Name of the new campaign.")
+@click.option("--name", required=True, metavar="NAME", help="Name of the new campaign.")
 @click.option("--campaign", metavar="NAME", help="Take only this campaign's trials from a table of several.")
 @workload_options
 @batch_option

@@ -58,7 +58,7 @@ def children_option(function: _F) -> _F:
 
 @command
 @click.argument("action", type=click.Choice(["sync"]), metavar="sync")
-@click.argument("campaigns", nargs=-1, metavar="[CAMPAIGN]...")
+@click.argument("campaigns", nargs=-1, metavar="[NAME]...")
 @tracking_option
 @children_option
 @click.option("--follow", is_flag=True, help="Follow the store as it grows, until Ctrl-C.")

@@ -80,8 +80,8 @@ class _Given:
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    metavar="W",
-    help="Prove or predict with the order of MPK's queues for W workers.  [default: any placement; predict: 128; "
+    metavar="N",
+    help="Prove or predict with the order of MPK's queues for N workers.  [default: any placement; predict: 128; "
     "search: tries 96 to 131]",
 )
 @click.option(
@@ -114,7 +114,7 @@ class _Given:
     "-o",
     "--output",
     type=OutputFile(),
-    metavar="PATH",
+    metavar="FILE|DIR",
     help="repair, search: directory for the new files, which keep their names, made if need be; convert: file of the "
     "program.",
 )
@@ -123,10 +123,12 @@ class _Given:
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "f16", "f32"]),
+    metavar="bf16|f16|f32",
     help="convert: type of weights and activations.  [default: bf16]",
 )
 @click.option("--trials", type=click.IntRange(min=1), metavar="N", help="search: schedules to try.  [default: 64]")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="search: seed of the sampler.  [default: 0]")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), metavar="N",
+              help="search: seed of the sampler.  [default: 0]")
 @json_option
 @click.pass_context
 def mpk(

@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from flywheel.cli.text import HELP, json_text, note, show_document, show_json, stdout_taken, take_stdout
+from flywheel.cli.wording import WordedCommand, old_variables
 from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
 from flywheel.ir import MAX_RANKS
@@ -89,7 +90,7 @@ def command(function: Callable[..., Any], name: str | None = None) -> click.Comm
 
     `name` is the command's name where the function cannot have it.
     """
-    made = click.command(name, context_settings=dict(HELP))(_one_stdout(function))
+    made = click.command(name, cls=WordedCommand, context_settings=dict(HELP))(_one_stdout(function))
     for option in made.params:
         if isinstance(option, click.Option):
             option.envvar = variables(made.name or "", option)
@@ -119,7 +120,8 @@ def variables(name: str, option: click.Option) -> list[str]:
     """Environment variables that set an option of the command `name`, the one that wins first."""
     flags = [flag.removeprefix("--") for flag in option.opts if flag.startswith("--")]
     prefixes = [f"FLYWHEEL_{name}", *(["FLYWHEEL"] if isinstance(option, SharedOption) else [])]
-    return [f"{prefix}_{flag}".upper().replace("-", "_") for prefix in prefixes for flag in flags]
+    now = [f"{prefix}_{flag}".upper().replace("-", "_") for prefix in prefixes for flag in flags]
+    return [*now, *(each for flag in option.opts for each in old_variables(name, flag))]
 
 
 def json_option(function: _F) -> _F:
@@ -163,7 +165,7 @@ def workload_options(function: _F) -> _F:
                           f"[default: {DEFAULTS['dtype']}]"),
         click.option("--gpu", cls=SharedOption, metavar="NAME",
                      help="GPU to schedule for; see flywheel targets.  [default: this machine's]"),
-        click.option("--model", cls=SharedOption, metavar="NAME|PATH|REPO",
+        click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO",
                      help="Model by name (flywheel models), the directory of a Hugging Face checkpoint, or a "
                           "repository of its Hub, such as Qwen/Qwen3-0.6B."),
     ):  # fmt: skip

@@ -24,7 +24,8 @@ from flywheel.models.formats import parse_formats
               help="fp8, int8 or int4, such as int4-g64-zeros and fp8-block; add ,lm_head=FORMAT for the head.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", required=True,
               help="Directory to make; it must not exist.")
-@click.option("--best", is_flag=True, help="Search for scales with the least squared error; much slower.")
+@click.option("--least-error", "best", is_flag=True,
+              help="Search for scales with the least squared error; much slower.")
 @json_option
 def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) -> None:
     """Write a checkpoint whose matrices are quantised, rounded to nearest.

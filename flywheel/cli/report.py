@@ -13,13 +13,13 @@ from flywheel.search.provenance import find_campaign
 
 
 @command
-@click.argument("campaign", required=False)
-@click.option("-o", "--output", "--out", "output", type=OutputFile(), metavar="FILE.html",
-              help="File to write; - is stdout.  [default: CAMPAIGN.html]")  # fmt: skip
+@click.argument("campaign", required=False, metavar="[NAME]")
+@click.option("-o", "--output", type=OutputFile(), metavar="FILE.html",
+              help="File to write; - is stdout.  [default: NAME.html]")  # fmt: skip
 @store_option
 @json_option
 def report(campaign: str | None, output: Path | None, store: str, as_json: bool) -> None:
-    """Write one HTML page about CAMPAIGN, or the newest one. The page loads nothing else.
+    """Write one HTML page about the campaign NAME, or the newest one. The page loads nothing else.
 
     It shows the history with the weight floor, the outcomes, the knobs, and the best schedule on every SM. The same
     rows give the same bytes.

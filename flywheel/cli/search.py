@@ -38,7 +38,7 @@ from flywheel.installing import install_line
 from flywheel.measure.environment import list_gpus
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.process import keep_objects
-from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
+from flywheel.search.spec import CampaignSpec, check_name, read_options_file
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.workload import default_context, with_ranks
@@ -68,17 +68,20 @@ def _default(name: str, text: str) -> str:
                              "that is the GPU to schedule for, else predict."),
 )
 @click.option("--sampler", type=NameOf(SAMPLERS), help=_default("sampler", "What proposes a new campaign's schedules."))
-@click.option("--seed", type=int, help=_default("seed", "Seed of a new campaign's sampler."))
-@click.option("--trials", type=int, help=_default("trials", "Stop after this many trials, earlier runs included."))
+@click.option("--seed", type=int, metavar="N", help=_default("seed", "Seed of a new campaign's sampler."))
+@click.option("--trials", type=int, metavar="N",
+              help=_default("trials", "Stop after N trials, those of earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
 @click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
-@click.option("--patience", type=int, metavar="TRIALS", help="Stop after this many trials without a new best.")
-@click.option("--jobs", type=int, help="Local processes that predict.  [default: one per usable core, up to 16]")
+@click.option("--patience", type=int, metavar="N", help="Stop after N trials without a new best.")
+@click.option("--jobs", type=int, metavar="N",
+              help="Local processes that predict.  [default: one per usable core, up to 16]")
 @click.option(
     "--engine", type=click.Choice(["local", "ray"]), help=_default("engine", "This machine, or a Ray cluster.")
 )
 @click.option("--ray-address", metavar="HOST:PORT", help="The cluster's head.  [default: a cluster on this machine]")
-@click.option("--workers", type=int, help="GPUs that measure, or Ray processes that predict.  [default: all]")
+@click.option("--workers", type=int, metavar="N",
+              help="GPUs that measure, or Ray processes that predict.  [default: all]")
 @click.option("--seeds/--no-seeds", default=None, help="Try known good schedules first.  [default: seeds]")
 @click.option(
     "--warm/--cold", default=None,
@@ -87,14 +90,14 @@ def _default(name: str, text: str) -> str:
 @click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
 @click.option("--prefilter", type=float, metavar="FACTOR",
               help="Do not measure a schedule whose predicted latency is over FACTOR times that of the best.")
-@click.option("--predictions", type=int, help=_default(
+@click.option("--predictions", type=int, metavar="N", help=_default(
     "predictions", "Predictions from which the sampler descent chooses what to measure, on a calibrated GPU."))
 @click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True,
               help="Fix the value of a knob (see flywheel knobs); repeatable.")
 @click.option("--name", metavar="NAME", help="Name of the campaign.  [default: derived from the workload]")
 @click.option(
-    "--campaign",
-    "campaign_file",
+    "--options",
+    "options_file",
     type=click.Path(path_type=Path),
     metavar="FILE.toml",
     help="Options from a file; the command line and the environment override it.",
@@ -104,8 +107,6 @@ def _default(name: str, text: str) -> str:
 @click.option(
     "-o",
     "--output",
-    "--schedule",
-    "schedule_file",
     type=OutputFile(),
     metavar="FILE",
     help="Also write the best schedule, as flywheel export does; - is stdout.",
@@ -121,10 +122,10 @@ def search(
     ctx: click.Context,
     /,
     ranks: int | None,
-    campaign_file: Path | None,
+    options_file: Path | None,
     store: str,
     fresh: bool,
-    schedule_file: Path | None,
+    output: Path | None,
     children: str | None,
     tracking_uri: str | None,
     as_json: bool,
@@ -138,15 +139,15 @@ def search(
     resumes. If the GPU is in this machine, each schedule is run, checked against an oracle and timed, one at a time. If
     not, a cost model predicts latencies.
     """
-    file = read_campaign_file(campaign_file) if campaign_file is not None else {}
+    file = read_options_file(options_file) if options_file is not None else {}
     if jobs_of(options["jobs"] or file.get("jobs")) > 1:
         expect_forks()
     spec = make_spec(file, _settle(file, options), dict(fix))
     spec = replace(spec, gpu=with_ranks(spec.gpu, ranks))
     from flywheel.search.run import run_search
 
-    if schedule_file is not None:
-        check_writable(schedule_file)
+    if output is not None:
+        check_writable(output)
     announce_compiling(spec.engine)
     if children is not None:
         note(announce_mirror(store, tracking_uri))
@@ -172,12 +173,12 @@ def search(
             note(f"In MLflow: {link}")
         if trouble is not None:
             note(f"flywheel: the mirror lags: {trouble}; flywheel mlflow sync adds what is missing")
-    _present(started[0], result, store, schedule_file, "jsonl" if jsonl else "json" if as_json else "text")
+    _present(started[0], result, store, output, "jsonl" if jsonl else "json" if as_json else "text")
     keep_objects()  # else the process spends 0.1 s at its end on looking at each
     ctx.exit(_exit_code(result, fresh))
 
 
-def _present(start: Start, result: CampaignResult, store: str, schedule_file: Path | None, form: str) -> None:
+def _present(start: Start, result: CampaignResult, store: str, output: Path | None, form: str) -> None:
     """Show how the search ended, on stdout, and write its answer where a file is asked for."""
     from flywheel.cli.searched import document, show_found
     from flywheel.search.knowledge.known import answer_of
@@ -188,11 +189,11 @@ def _present(start: Start, result: CampaignResult, store: str, schedule_file: Pa
         case "json":
             show_json(document(start, result, store))
         case _:
-            show_found(start, result, store, schedule_file)
+            show_found(start, result, store, output)
     answer = answer_of(result.best, start.best_known)
     origin = result.best if answer is None else answer.origin
-    if schedule_file is not None and origin is not None:
-        write_file(schedule_file, _schedule(store, origin))
+    if output is not None and origin is not None:
+        write_file(output, _schedule(store, origin))
 
 
 def _exit_code(result: CampaignResult, fresh: bool) -> int:
@@ -208,7 +209,7 @@ def _exit_code(result: CampaignResult, fresh: bool) -> int:
 
 
 def _given(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What a campaign file, the environment and the command line say."""
+    """What an options file, the environment and the command line say."""
     return {**file, **{name: value for name, value in options.items() if value is not None}}
 
 
@@ -233,13 +234,13 @@ def _settle(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]) -> CampaignSpec:
-    """The campaign of the given options and, below them, a campaign file's. Pinned knobs are merged by name. Raises
+    """The campaign of the given options and, below them, an options file's. Pinned knobs are merged by name. Raises
     UsageError."""
     settings = _given(file, options)
     settings["fix"] = {**file.get("fix", {}), **fix}
     for name, where in (("model", "models"), ("gpu", "targets")):
         if name not in settings:
-            raise UsageError(f"search: --{name} is missing, here and in a campaign file; see flywheel {where}")
+            raise UsageError(f"search: --{name} is missing, here and in an options file; see flywheel {where}")
     if settings.get("name") is not None:
         check_name("search", settings["name"])
     return CampaignSpec(**settings)

@@ -34,13 +34,15 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @command
 @click.option("--model", required=True, metavar="NAME|DIR", help="Directory of a checkpoint or bundle, or a name.")
-@click.option("--schedule", "--config", "schedule", metavar="FILE",
+@click.option("--config", "schedule", metavar="FILE",
               help="Exported schedule.  [default: the store's best, else the shipped one that fits best]")
 @click.option("--gpu", metavar="NAME", help="GPU to lower for.  [default: this machine's]")
-@click.option("--dtype", metavar="TYPE", help="bf16, f16 or f32.  [default: the schedule's or the checkpoint's]")
+@click.option("--dtype", metavar="bf16|f16|f32",
+              help="Type of activations and unquantised weights.  [default: the schedule's or the checkpoint's]")
 @click.option("--weights", cls=SharedOption, metavar="FORMAT|DIR",
               help="Format of matrices; with a bundle, its checkpoint's directory.  [default: as stored]")  # fmt: skip
-@click.option("--context", type=click.IntRange(min=1), metavar="N", help="Most tokens of prompt and answer together.")
+@click.option("--context", type=click.IntRange(min=1), metavar="TOKENS",
+              help="Most tokens of prompt and answer together.")
 @click.option("--max-sequences", type=click.IntRange(1, MAX_BATCH), metavar="N",
               help=f"Requests decoded together, up to {MAX_BATCH}.  [default: the schedule's, else 1]")  # fmt: skip
 @click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
@@ -49,7 +51,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of random weights.")
 @click.option("--name", metavar="NAME", help="Name of the model in requests.  [default: its own name]")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="N",
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="PORT",
               help="Port to listen on; 0 picks a free one.")
 @click.option("--queue", type=click.IntRange(1, 100_000), default=64, show_default=True, metavar="N",
               help="Maximum number of running and waiting requests; further ones get status 429.")  # fmt: skip

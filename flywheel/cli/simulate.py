@@ -35,7 +35,8 @@ SHOWN = 5
 
 @command
 @click.argument("file", metavar="FILE")
-@click.option("--seeds", type=click.IntRange(min=0), default=16, show_default=True, help="Adversarial orders to try.")
+@click.option("--orders", type=click.IntRange(min=0), default=16, show_default=True, metavar="N",
+              help="Adversarial orders to try.")
 @click.option("--trace", type=OutputFile(), metavar="FILE.json",
               help="Write the predicted timeline, for ui.perfetto.dev or chrome://tracing.")
 @click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
@@ -43,7 +44,7 @@ SHOWN = 5
 @json_option
 @click.pass_context
 def simulate(
-    ctx: click.Context, file: str, seeds: int, trace: Path | None, machine: str | None, output: Path | None,
+    ctx: click.Context, file: str, orders: int, trace: Path | None, machine: str | None, output: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run a program's counters, fire its tasks in adversarial orders to find races, and predict its latency; `-` is
@@ -59,7 +60,7 @@ def simulate(
     if machine is not None and program.target is not None:
         predictor = open_predictor(machine, program.target)
     announce_compiling()
-    document = run_program(program, seeds, predictor)
+    document = run_program(program, orders, predictor)
     give(document, output, as_json, lambda: _show(file, document))
     if document["errors"] or document["stuck"] or document["violations"]:
         ctx.exit(REJECTED)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 @ranks_option
 @click.option("--position", type=click.IntRange(min=1), metavar="P",
               help="Position to decode at.  [default: the last of the context]")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, metavar="N",
               help="Seed of the tokens and, without a checkpoint, of the weights.")
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE.json",
               help="Write the trace, for ui.perfetto.dev or chrome://tracing.")

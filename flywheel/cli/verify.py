@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @command
-@click.argument("program_file", required=False, metavar="[PROGRAM|-]")
+@click.argument("program_file", required=False, metavar="[FILE|-]")
 @click.option(
     "--config",
     "config_file",
@@ -95,7 +95,7 @@ def verify(
     if device == "cuda" and order != "list":
         raise UsageError(f"verify: --order {order} needs --device reference; a GPU fires tasks in its own order")
     if (program_file is None) == (config_file is None):
-        raise UsageError("verify: give PROGRAM or --config, and not both")
+        raise UsageError("verify: give FILE or --config, and not both")
     if program_file is not None:
         program = load_program(program_file)
         _refuse_lowering_options(ctx)

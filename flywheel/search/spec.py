@@ -113,7 +113,7 @@ class CampaignSpec:
 
 
 _MAX_FILE_BYTES = 2**20
-"""Largest campaign file in bytes: Python parses a megabyte of TOML in a second."""
+"""Largest options file in bytes: Python parses a megabyte of TOML in a second."""
 
 _MOST_DOTS = 100
 """Most dots of a line in it: the time and memory of parsing a key grow with the square of its parts."""
@@ -140,9 +140,8 @@ DEFAULTS: Final = MappingProxyType(
 """Option -> a campaign's value where nothing says otherwise."""
 
 
-
-def read_campaign_file(path: Path) -> dict[str, Any]:
-    """Options of a campaign file, a flat TOML table with an optional [fix] table. Raises UsageError."""
+def read_options_file(path: Path) -> dict[str, Any]:
+    """Options of an options file, a flat TOML table with an optional [fix] table. Raises UsageError."""
     try:
         text = read_text(path, _MAX_FILE_BYTES)
         for number, line in enumerate(text.split("\n"), 1):

@@ -37,7 +37,7 @@ they pass unchecked."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
     """One search. `context` counts rows of the KV cache, `batch` the sequences that one step decodes. `weights` names
-    the format of the matrices; None becomes `dtype`. `spec` is the campaign file as JSON; `created_at` is a time in UTC
+    the format of the matrices; None becomes `dtype`. `spec` is its options as JSON; `created_at` is a time in UTC
     as ISO 8601.
 
     Raises ValueError for a value that its column cannot hold (`columns.fault_of`), for a `measure` that is not in

@@ -90,7 +90,7 @@ def test_what_people_read_of_a_campaign_says_its_batch(run: Run) -> None:
     assert run("campaigns", name, "--store", "trials.db").stdout.startswith(f"{name}: {work}\n")
     header, row = run("campaigns", "--store", "trials.db").stdout.splitlines()
     assert row.split()[header.split().index("batch")] == "4"
-    assert run("report", name, "--store", "trials.db", "--out", "page.html").exit_code == 0
+    assert run("report", name, "--store", "trials.db", "--output", "page.html").exit_code == 0
     page = Path("page.html").read_text(encoding="utf-8")
     assert f"{work}, sampler descent" in page
     assert "lowers its config to another program" not in page

@@ -51,7 +51,7 @@ def test_the_best_row_is_a_bundle_for_its_gpu_whatever_is_here(
     assert bundle.kernel.usage.registers > 0
     assert (bundle.manifest["model"]["context"], bundle.manifest["model"]["batch"]) == (48, 2)
     assert "config.json" in bundle.manifest["files"]
-    again = run("export", "--format", "bundle", "--schedule", "best.json", "--output", "again")
+    again = run("export", "--format", "bundle", "--config", "best.json", "--output", "again")
     assert again.exit_code == 0, again.stderr
     for name in ("kernel.cubin", "tables.bin", "labels.json"):
         assert Path("again", name).read_bytes() == Path("bundle", name).read_bytes()
@@ -110,7 +110,7 @@ def test_a_server_says_what_is_wrong_with_a_bundle(run: Run, checkpoint: Path) -
         ("lower", "--gpu", "h200"),
         ("knobs", "--gpu", "h200"),
         ("evaluate", "--config", "config.json", "--gpu", "h200"),
-        ("export", "--format", "bundle", "--schedule", "shipped", "--gpu", "h200", "--output", "out"),
+        ("export", "--format", "bundle", "--config", "shipped", "--gpu", "h200", "--output", "out"),
     ],
     ids=lambda words: words[0],
 )
@@ -129,14 +129,14 @@ def test_a_command_that_needs_weights_refuses_a_bundle_and_says_what_runs_it(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--format", "bundle", "--schedule", "shipped", "--model", "llama3-8b"), "--gpu is missing"),
-        (("--format", "tsv", "--schedule", "shipped"), "--config goes with --format bundle, not with tsv"),
+        (("--format", "bundle", "--config", "shipped", "--model", "llama3-8b"), "--gpu is missing"),
+        (("--format", "tsv", "--config", "shipped"), "--config goes with --format bundle, not with tsv"),
         (
-            ("--format", "bundle", "--schedule", "shipped", "--model", "llama3.2-1b", "--gpu", "h200", "-o", "out"),
+            ("--format", "bundle", "--config", "shipped", "--model", "llama3.2-1b", "--gpu", "h200", "-o", "out"),
             "llama3.2-1b has no weights; give a checkpoint's directory",
         ),
         (
-            ("--format", "bundle", "--schedule", "shipped", "--model", "llama3.2-1b", "--gpu", "h200"),
+            ("--format", "bundle", "--config", "shipped", "--model", "llama3.2-1b", "--gpu", "h200"),
             "needs --output DIR",
         ),
     ],

@@ -133,7 +133,7 @@ def test_every_command_that_predicts_takes_a_machine(machine: Path, program: Pat
     version = read_calibration(machine).predictor.version
     assert version != MODEL_VERSION
     for arguments, read in (
-        (("simulate", program, "--seeds", "0"), lambda document: document["prediction"]),
+        (("simulate", program, "--orders", "0"), lambda document: document["prediction"]),
         (("lower", "--model", shallow, "--gpu", "l4", "--output", "p.json"), lambda document: document),
         (("search", "--model", shallow, "--gpu", "l4", "--measure", "predict", "--jobs", "1", "--trials", "1"),
          lambda document: {**document, **document["best"]}),

@@ -53,7 +53,7 @@ def test_reasons_of_strangers_are_only_text(run: Run, searched: Path) -> None:
     refused = replace(row, outcome="timed_out", reason="\x1b[31mred", predicted_us=None, predictor=None,
                       floor_fraction=None)  # fmt: skip
     Path("rows.tsv").write_text(to_tsv([refused]), encoding="utf-8")
-    assert run("import", "rows.tsv", "--as", "theirs").exit_code == 0
+    assert run("import", "rows.tsv", "--name", "theirs").exit_code == 0
     assert r"trial 0, timed out: \x1b[31mred" in run("campaigns", "theirs").stdout
 
 
@@ -106,7 +106,7 @@ def test_an_archived_campaign_comes_back_as_it_was(run: Run, store: str) -> None
         before = opened.trials("small")
     assert run("campaigns", "small", "--archive", "old.tsv", "--store", store).exit_code == 0
     assert run("campaigns", "small", "--store", store).exit_code == 2
-    assert run("import", "old.tsv", "--as", "small", "--store", store).exit_code == 0
+    assert run("import", "old.tsv", "--name", "small", "--store", store).exit_code == 0
     with open_store(store) as opened:
         assert [row.config_id for row in opened.trials("small")] == [row.config_id for row in before]
     again = run("campaigns", "small", "--archive", "old.tsv", "--store", store)

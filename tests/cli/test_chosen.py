@@ -87,7 +87,7 @@ def test_generate_decodes_by_the_stores_best_wherever_the_store_is_named_and_say
     assert "missing.db" in missing.stderr
 
 
-@pytest.mark.parametrize("words", [(), ("--store", "trials.db"), ("--schedule", "best.json")])
+@pytest.mark.parametrize("words", [(), ("--store", "trials.db"), ("--config", "best.json")])
 def test_serve_hands_its_store_to_the_decoder(
     words: tuple[str, ...], run: Run, measured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_slower_second_is_code_3_beyond_the_threshold_only(run: Run) -> None:
 
 
 def test_the_picture_has_both_bars(run: Run) -> None:
-    assert run("compare", "h100", "h200", "--model", "llama3-8b", "--output", "both.svg").exit_code == 0
+    assert run("compare", "h100", "h200", "--model", "llama3-8b", "--picture", "both.svg").exit_code == 0
     drawing = Path("both.svg").read_text(encoding="utf-8")
     assert drawing.count('class="measured"') == 2
     assert f"{median_us(H100):,.1f} us" in drawing

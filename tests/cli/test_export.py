@@ -142,9 +142,9 @@ def test_t4_holds_one_kind_of_latency_and_says_which(export: Run) -> None:
 
 def test_t4_of_different_work_is_a_usage_error(run: Run, searched: Path) -> None:
     rows = run("export", "--format", "tsv", "--store", searched).stdout
-    assert run("import", "-", "--as", "a", "--store", "two.db", stdin=rows).exit_code == 0
+    assert run("import", "-", "--name", "a", "--store", "two.db", stdin=rows).exit_code == 0
     other = rows.replace("\tbf16\t512\t", "\tbf16\t64\t")
-    assert run("import", "-", "--as", "b", "--store", "two.db", stdin=other).exit_code == 0
+    assert run("import", "-", "--name", "b", "--store", "two.db", stdin=other).exit_code == 0
     result = run("export", "--format", "t4", "--store", "two.db")
     assert (result.exit_code, result.stdout) == (2, "")
     assert run("export", "--format", "t4", "--store", "two.db", "--context", "64").exit_code == 0

@@ -39,7 +39,7 @@ def measured(run: Run, searched: Path) -> list[TrialRecord]:
     ]  # fmt: skip
     records = trials + finals
     Path("rows.tsv").write_text(to_tsv(records), encoding="utf-8")
-    result = run("import", "rows.tsv", "--as", "gpu")
+    result = run("import", "rows.tsv", "--name", "gpu")
     assert result.exit_code == 0, result.stderr
     assert "5 imported trials, 5 of them new" in result.stdout
     with closing(sqlite3.connect("flywheel.db")) as connection, connection:  # as if they were of this store

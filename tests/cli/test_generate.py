@@ -86,7 +86,7 @@ def test_every_schedule_gives_the_same_tokens(run: Run, checkpoint: Path) -> Non
     default = generated(run(*arguments))
     config = ScheduleConfig(tiling={"attention": {"kv_block": 16}}, sm_assignment="round_robin")
     Path("config.json").write_text(json.dumps(config_to_dict(config)), encoding="utf-8")
-    scheduled = generated(run(*arguments, "--schedule", "config.json", "--gpu", "l4", "--context", "64"))
+    scheduled = generated(run(*arguments, "--config", "config.json", "--gpu", "l4", "--context", "64"))
     assert scheduled["token_ids"] == default["token_ids"]
     assert (scheduled["config_id"], scheduled["verified"]) == (config.config_id, True)
     assert default["config_id"] != config.config_id
@@ -96,7 +96,7 @@ def test_an_exported_schedule_brings_its_context(run: Run, checkpoint: Path, sea
     exported = run("export", "--format", "schedule", "--store", searched, "--campaign", "small", "-o", "best.json")
     assert exported.exit_code == 0, exported.stderr
     document = json.loads(Path("best.json").read_text(encoding="utf-8"))
-    arguments = ("generate", "--schedule", "best.json", "--model", checkpoint, "--prompt-ids", "1")
+    arguments = ("generate", "--config", "best.json", "--model", checkpoint, "--prompt-ids", "1")
     result = run(*arguments, "--max-tokens", 2)
     assert result.exit_code == 2
     assert f"context {document['context']} is not in 1..128" in result.stderr
@@ -153,7 +153,7 @@ def test_a_name_runs_on_random_weights_and_says_so(run: Run, checkpoint: Path) -
         (("--prompt-ids", "1", "--dtype", "int8"), "int8"),
         (("--prompt-ids", "1", "--gpu", "h1000"), "h100"),
         (("--prompt-ids", "1", "--seed", "-1"), "-1"),
-        (("--prompt-ids", "1", "--schedule", "missing.json"), "missing.json"),
+        (("--prompt-ids", "1", "--config", "missing.json"), "missing.json"),
     ],
 )
 def test_usage_errors_are_one_line_before_anything_runs(

@@ -36,19 +36,19 @@ def table(run: Run, searched: Path) -> str:
 
 def test_an_exported_table_comes_back_as_it_was(run: Run, table: str) -> None:
     Path("small.tsv").write_text(table, encoding="utf-8")
-    result = run("import", "small.tsv", "--as", "small", "--json")
+    result = run("import", "small.tsv", "--name", "small", "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert (document["trials"], document["new_trials"], document["priors"]) == (5, 5, 0)
     rows = from_tsv(run("export", "--format", "tsv").stdout)
     assert {row.imported_from for row in rows} == {"small"}
     assert to_tsv(replace(row, imported_from=None) for row in rows) == table
-    again = json.loads(run("import", "-", "--as", "small", "--json", stdin=table).stdout)
+    again = json.loads(run("import", "-", "--name", "small", "--json", stdin=table).stdout)
     assert (again["trials"], again["new_trials"]) == (5, 0)
 
 
 def test_the_command_that_it_names_goes_on_from_there(run: Run, table: str) -> None:
-    command = json.loads(run("import", "-", "--as", "copy", "--json", stdin=table).stdout)["command"]
+    command = json.loads(run("import", "-", "--name", "copy", "--json", stdin=table).stdout)["command"]
     assert command.endswith("--name copy")
     result = run(*command.split()[1:], "--trials", "6", "--jobs", "1", "--json")
     assert result.exit_code == 0, result.stderr
@@ -73,28 +73,28 @@ def with_cells(table: str, row: int, **cells: str) -> str:
 def test_trials_of_a_table_without_batches_are_of_the_batch_that_is_named(run: Run, table: str) -> None:
     """And go on from there, but join no campaign of another."""
     older = without(table, "batch")
-    result = run("import", "-", "--as", "four", "--batch", "4", stdin=older)
+    result = run("import", "-", "--name", "four", "--batch", "4", stdin=older)
     work = "four: smollm2-135m on l4, bf16, context 512, batch 4"
     assert result.stdout.startswith(f"{work}: 5 imported trials, 5 of them new\n")
-    document = json.loads(run("import", "-", "--as", "four", "--batch", "4", "--json", stdin=older).stdout)
+    document = json.loads(run("import", "-", "--name", "four", "--batch", "4", "--json", stdin=older).stdout)
     assert (document["batch"], document["new_trials"]) == (4, 0)
     assert " --batch 4 " in document["command"]
     for wrong, message in ((2, "campaign 'four' has batch=4, the trials have 2"), (9, "--batch 9 is not in 1..8")):
-        refused = run("import", "-", "--as", "four", "--batch", str(wrong), stdin=older)
+        refused = run("import", "-", "--name", "four", "--batch", str(wrong), stdin=older)
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert message in refused.stderr
 
 
 def test_a_table_without_batches_is_not_taken_for_one_sequence_s(run: Run, table: str) -> None:
-    refused = run("import", "-", "--as", "copy", stdin=without(table, "batch"))
+    refused = run("import", "-", "--name", "copy", stdin=without(table, "batch"))
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "-: has no column batch; give --batch" in refused.stderr
     assert run("campaigns").stdout.count("copy") == 0
 
 
 def test_a_table_with_batches_says_them_itself(run: Run, table: str) -> None:
-    assert json.loads(run("import", "-", "--as", "one", "--json", stdin=table).stdout)["batch"] == 1
-    refused = run("import", "-", "--as", "four", "--batch", "4", stdin=table)
+    assert json.loads(run("import", "-", "--name", "one", "--json", stdin=table).stdout)["batch"] == 1
+    refused = run("import", "-", "--name", "four", "--batch", "4", stdin=table)
     assert (refused.exit_code, "no trials of batch 4" in refused.stderr) == (2, True)
 
 
@@ -119,7 +119,7 @@ def test_a_table_with_one_impossible_row_is_refused_in_one_line_and_leaves_no_ro
     run: Run, table: str, cells: dict[str, str], fact: str
 ) -> None:
     Path("forged.tsv").write_text(with_cells(table, 3, **(MEASURED | cells)), encoding="utf-8")
-    refused = run("import", "forged.tsv", "--as", "forged")
+    refused = run("import", "forged.tsv", "--name", "forged")
     assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
     assert "forged.tsv: " in refused.stderr
     assert "trial 3 of campaign 'small'" in refused.stderr
@@ -129,7 +129,7 @@ def test_a_table_with_one_impossible_row_is_refused_in_one_line_and_leaves_no_ro
 
 
 def test_another_store_is_in_the_command(run: Run, table: str) -> None:
-    result = run("import", "-", "--as", "copy", "--store", "other.db", stdin=table)
+    result = run("import", "-", "--name", "copy", "--store", "other.db", stdin=table)
     assert result.stdout.startswith("copy: smollm2-135m on l4, bf16, context 512: 5 imported trials, 5 of them new\n")
     assert result.stdout.splitlines()[-1].endswith("--name copy --store other.db")
 
@@ -137,15 +137,15 @@ def test_another_store_is_in_the_command(run: Run, table: str) -> None:
 def test_of_several_campaigns_one_is_picked(run: Run, table: str) -> None:
     header, *rows = table.splitlines()
     both = "\n".join([header, *rows, *(row.replace("small", "large", 1) for row in rows[:2])]) + "\n"
-    result = run("import", "-", "--as", "one", stdin=both)
+    result = run("import", "-", "--name", "one", stdin=both)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "trials of 2 campaigns: large, small; --campaign picks one" in result.stderr
-    result = run("import", "-", "--as", "one", "--campaign", "large", "--json", stdin=both)
+    result = run("import", "-", "--name", "one", "--campaign", "large", "--json", stdin=both)
     assert json.loads(result.stdout)["trials"] == 2
 
 
 def test_schedules_of_a_foreign_table_are_tried_first_and_are_no_trials(run: Run) -> None:
-    result = run("import", "-", "--as", "foreign", *WORK, "--best", "2", stdin=foreign(1, 2, 3))
+    result = run("import", "-", "--name", "foreign", *WORK, "--best", "2", stdin=foreign(1, 2, 3))
     assert result.exit_code == 0, result.stderr
     assert result.stderr.splitlines() == ["-: ignored columns, which describe no schedule: experiment, tag"]
     assert "2 schedules to try first, no trials" in result.stdout
@@ -161,7 +161,7 @@ def test_schedules_of_a_foreign_table_are_tried_first_and_are_no_trials(run: Run
 
 def test_an_exported_schedule_begins_a_campaign(run: Run, searched: Path) -> None:
     exported = run("export", "--format", "schedule", "--campaign", "small", "--store", searched).stdout
-    result = run("import", "-", "--as", "warm", "--measure", "predict", "--json", stdin=exported)
+    result = run("import", "-", "--name", "warm", "--measure", "predict", "--json", stdin=exported)
     document = json.loads(result.stdout)
     assert (document["model"], document["gpu"], document["priors"]) == ("smollm2-135m", "l4", 1)
     searched_again = run("search", *WORK, "--name", "warm", "--trials", "1", "--jobs", "1", "--json")
@@ -172,10 +172,10 @@ def test_a_corpus_has_the_schedules_that_rows_name(run: Run) -> None:
     schedule = config_to_dict(ScheduleConfig(pipelining_depth=6))
     Path("corpus.jsonl").write_text(json.dumps({"schedule": schedule}) + "\n", encoding="utf-8")
     rows = f"correctness\tschedule_id\nPASS\t{schedule_id(schedule)}\nFAIL\tsch_1\n"
-    result = run("import", "-", "--as", "c", *WORK, "--corpus", "corpus.jsonl", "--json", stdin=rows)
+    result = run("import", "-", "--name", "c", *WORK, "--corpus", "corpus.jsonl", "--json", stdin=rows)
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["skipped"] == {"verdict is not PASS": 1}
-    assert run("import", "-", "--as", "d", *WORK, stdin=rows).exit_code == 2
+    assert run("import", "-", "--name", "d", *WORK, stdin=rows).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -192,20 +192,20 @@ def test_a_corpus_has_the_schedules_that_rows_name(run: Run) -> None:
 def test_what_cannot_be_used_is_a_usage_error_of_one_line(
     run: Run, text: str, options: tuple[str, ...], message: str
 ) -> None:
-    result = run("import", "-", "--as", "x", *options, stdin=text)
+    result = run("import", "-", "--name", "x", *options, stdin=text)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr.splitlines()[-1]
 
 
 def test_a_damaged_table_is_a_usage_error_that_names_the_line(run: Run, table: str) -> None:
-    result = run("import", "-", "--as", "x", stdin=table.replace("\tl4\t", "\t", 1))
+    result = run("import", "-", "--name", "x", stdin=table.replace("\tl4\t", "\t", 1))
     assert result.exit_code == 2
     assert result.stderr.startswith("flywheel: -: table line 2: ")
-    empty = run("import", "-", "--as", "x", stdin=table.splitlines()[0] + "\n")
+    empty = run("import", "-", "--name", "x", stdin=table.splitlines()[0] + "\n")
     assert (empty.exit_code, "no trials" in empty.stderr) == (2, True)
-    narrowed = run("import", "-", "--as", "x", "--gpu", "h100", stdin=table)
+    narrowed = run("import", "-", "--name", "x", "--gpu", "h100", stdin=table)
     assert (narrowed.exit_code, "no trials of gpu h100" in narrowed.stderr) == (2, True)
 
 
 def test_a_name_that_cannot_be_printed_is_refused(run: Run, table: str) -> None:
-    assert run("import", "-", "--as", "a\nb", stdin=table).exit_code == 2
+    assert run("import", "-", "--name", "a\nb", stdin=table).exit_code == 2

@@ -191,7 +191,7 @@ def screen(text: str) -> list[str]:
     pairs(
         [
             ("generate", "--model", "llama3.2-1b", "--prompt-ids", "1,2,3", "--max-tokens", "400"),
-            ("simulate", "{program}", "--seeds", "100000"),
+            ("simulate", "{program}", "--orders", "100000"),
             ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "99999"),
         ],
         [2.5, 0.7],

@@ -120,7 +120,7 @@ def test_a_timeline_of_operations_that_no_encoding_has_is_written(run: Run, chan
         for task in document["tasks"]:
             task["label"] = "\udcff"
 
-    assert run("simulate", changed(rename), "--seeds", "0", "--trace", "out.json").exit_code == 0
+    assert run("simulate", changed(rename), "--orders", "0", "--trace", "out.json").exit_code == 0
     assert json.loads(Path("out.json").read_text())["traceEvents"]
 
 
@@ -128,7 +128,7 @@ def test_a_timeline_of_operations_that_no_encoding_has_is_written(run: Run, chan
 def test_a_file_that_never_ends_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(files, "MAX_FILE_BYTES", 10**6)
     monkeypatch.setattr(files.read_text, "__defaults__", (10**6,))
-    words = {"lower": ("lower", "--config"), "import": ("import", "--as", "x")}.get(name, (name,))
+    words = {"lower": ("lower", "--config"), "import": ("import", "--name", "x")}.get(name, (name,))
     result = run(*words, "/dev/zero")
     assert result.exit_code == (3 if name == "validate" else 2)
     assert "more than 1,000,000 bytes" in result.output
@@ -217,17 +217,17 @@ def test_a_campaign_that_asks_for_too_much_is_refused(run: Run, option: str, val
     work = ("search", "--model", "smollm2-135m", "--gpu", "l4")
     check_refused(run(*work, f"--{option}", value), 2, told)
     Path("campaign.toml").write_text(f"{option} = {value}\n")
-    check_refused(run(*work, "--campaign", "campaign.toml"), 2, told)
+    check_refused(run(*work, "--options", "campaign.toml"), 2, told)
 
 
-def test_a_campaign_file_has_a_size(run: Run) -> None:
+def test_an_options_file_has_a_size(run: Run) -> None:
     Path("campaign.toml").write_text("#" * (2**20 + 1))
-    check_refused(run("search", "--campaign", "campaign.toml"), 2, "more than 1,048,576 bytes")
+    check_refused(run("search", "--options", "campaign.toml"), 2, "more than 1,048,576 bytes")
     for text in (f"[fix]\n{'a.' * 20_000}b = 1\n", f"fix = {{{'a.' * 101}b = 1}}\n", f"[{'a.' * 101}b]\n"):
         Path("campaign.toml").write_text(text)
-        check_refused(run("search", "--campaign", "campaign.toml"), 2, " dots, more than 100")
+        check_refused(run("search", "--options", "campaign.toml"), 2, " dots, more than 100")
     Path("campaign.toml").write_text(f"seed = {'9' * 5000}\n")
-    check_refused(run("search", "--campaign", "campaign.toml"), 2, "not TOML")
+    check_refused(run("search", "--options", "campaign.toml"), 2, "not TOML")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much memory is left")

@@ -195,13 +195,13 @@ def test_variables_act_as_their_options_do(run: Run, monkeypatch: pytest.MonkeyP
     assert run("targets").stdout.startswith("{")
 
 
-def test_the_manual_lists_every_exit_code_and_every_name_of_a_campaign_file() -> None:
+def test_the_manual_lists_every_exit_code_and_every_name_of_an_options_file() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
     for code in (0, FAILED, DIFFERENT, USAGE, REJECTED, NO_GPU, STORE, ABORTED, BROKEN_PIPE):
         assert f"| {code} |" in manual
-    campaign_file = manual[manual.index("A campaign file") : manual.index("```toml")]
+    options_file = manual[manual.index("An options file") : manual.index("```toml")]
     for field in fields(CampaignSpec):
-        assert f"`[{field.name}]`" in campaign_file or f"`{field.name}`" in campaign_file
+        assert f"`[{field.name}]`" in options_file or f"`{field.name}`" in options_file
 
 
 @pytest.mark.parametrize(

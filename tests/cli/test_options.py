@@ -12,7 +12,7 @@ from flywheel.cli.options import OutputFile
 
 TABLES = (
     ("models",), ("targets",), ("knobs", *MODEL), ("campaigns", "--store", "STORE"),
-    ("campaigns", "small", "--store", "STORE"), ("inspect", "PROGRAM"), ("simulate", "PROGRAM", "--seeds", "1"),
+    ("campaigns", "small", "--store", "STORE"), ("inspect", "PROGRAM"), ("simulate", "PROGRAM", "--orders", "1"),
 )  # fmt: skip
 EXPORTS = ("schedule", "program", "tsv", "csv", "t4")
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_not_written_to_stdout(run: Run) -> None:
 
 
 def test_a_file_on_stdout_sends_the_text_to_stderr(program: Path, run: Run) -> None:
-    result = run("simulate", program, "--seeds", 1, "--trace", "-")
+    result = run("simulate", program, "--orders", 1, "--trace", "-")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["traceEvents"]
     assert "of the floor" in result.stderr and "wrote" not in result.stderr
@@ -75,11 +75,11 @@ def test_two_of_them_on_stdout_are_refused_in_one_line(
     program: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for more in (("--json",), ("-o", "-")):
-        result = run("simulate", program, "--seeds", 1, "--trace", "-", *more)
+        result = run("simulate", program, "--orders", 1, "--trace", "-", *more)
         assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
         assert "stdout" in result.stderr and "give one" in result.stderr
     monkeypatch.setenv("FLYWHEEL_JSON", "1")  # a wish of every command, which this one does not contradict
-    assert "traceEvents" in run("simulate", program, "--seeds", 1, "--trace", "-").stdout
+    assert "traceEvents" in run("simulate", program, "--orders", 1, "--trace", "-").stdout
 
 
 def test_a_file_that_is_called_dash_has_a_path(program: Path, run: Run) -> None:

@@ -174,7 +174,7 @@ def test_names_in_a_program_do_not_reach_a_terminal(program: Path) -> None:
     newer.write_text(json.dumps({**tampered, "ir_version": f"9{ESCAPES}"}))
     for arguments in sample((
         ("inspect", good), ("inspect", bad), ("inspect", newer), ("diff", good, bad), ("validate", good, bad, newer),
-        ("simulate", good, "--seeds", "1"), ("simulate", bad), ("lower", "--config", good), ("report", ESCAPES),
+        ("simulate", good, "--orders", "1"), ("simulate", bad), ("lower", "--config", good), ("report", ESCAPES),
         (ESCAPES,), ("search", f"--{ESCAPES}"), ("--debug", "inspect", newer), ("report", "x", "--store", folder / "s"),
     ), 2):  # fmt: skip
         check_tame(on_terminal(*arguments))

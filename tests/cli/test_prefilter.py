@@ -97,11 +97,11 @@ def test_the_summary_says_how_many_measurements_predictions_saved(run: Run) -> N
 def test_a_campaign_with_spared_trials_is_exported_imported_and_reported(run: Run) -> None:
     run("search", *WORK, "--trials", "6", "--sampler", "random", "--prefilter", "1", "--name", "spared")
     table = run("export", "--format", "tsv", "--campaign", "spared").stdout
-    result = run("import", "-", "--as", "again", stdin=table)
+    result = run("import", "-", "--name", "again", stdin=table)
     assert result.exit_code == 0, result.stderr
     again = from_tsv(run("export", "--format", "tsv", "--campaign", "again").stdout)
     assert to_tsv(replace(row, campaign="spared", imported_from=None) for row in again) == table
-    for command in (("report", "spared", "--out", "page.html"), ("campaigns", "spared"),
+    for command in (("report", "spared", "--output", "page.html"), ("campaigns", "spared"),
                     ("export", "--format", "t4", "--campaign", "spared")):  # fmt: skip
         assert run(*command).exit_code == 0
     assert Path("page.html").exists()
@@ -114,9 +114,9 @@ def test_nothing_is_saved_unless_asked(run: Run) -> None:
     assert (document["saved"], document["outcomes"]) == (0, {"measured": 3})
 
 
-def test_a_campaign_file_may_hold_it(run: Run) -> None:
+def test_an_options_file_may_hold_it(run: Run) -> None:
     Path("campaign.toml").write_text('model = "smollm2-135m"\ngpu = "l4"\nprefilter = 2\njobs = 1\n', encoding="utf-8")
-    assert run("search", "--campaign", "campaign.toml", "--trials", "1").exit_code == 0
+    assert run("search", "--options", "campaign.toml", "--trials", "1").exit_code == 0
 
 
 @pytest.mark.parametrize(

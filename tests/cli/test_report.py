@@ -25,8 +25,8 @@ def test_a_report_is_one_file_named_after_its_campaign(run: Run, searched: Path)
 
 
 def test_stdout_takes_the_page_and_json_says_where_it_is(run: Run, searched: Path) -> None:
-    page = run("report", "small", "--store", searched, "--out", "-").stdout
-    said = json.loads(run("report", "small", "--store", searched, "--out", "r.html", "--json").stdout)
+    page = run("report", "small", "--store", searched, "--output", "-").stdout
+    said = json.loads(run("report", "small", "--store", searched, "--output", "r.html", "--json").stdout)
     assert said == {"campaign": "small", "path": "r.html", "trials": 5, "bytes": len(page.encode())}
     assert Path("r.html").read_text(encoding="utf-8") == page
 
@@ -42,7 +42,7 @@ def test_the_report_is_made_without_the_extras(run: Run, searched: Path) -> None
 
 
 def test_an_unknown_campaign_or_place_is_a_usage_error(run: Run, searched: Path) -> None:
-    for arguments in (("smll",), ("small", "--out", "nowhere/r.html")):
+    for arguments in (("smll",), ("small", "--output", "nowhere/r.html")):
         result = run("report", *arguments, "--store", searched)
         assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
 
@@ -59,8 +59,8 @@ def test_a_campaign_whose_name_is_a_path_stays_in_the_directory(run: Run, store:
 
 def test_a_campaign_whose_name_no_file_can_have_needs_out(run: Run, searched: Path) -> None:
     rows = run("export", "--format", "tsv", "--store", searched).stdout
-    assert run("import", "-", "--as", "n" * 300, "--store", "long.db", stdin=rows).exit_code == 0
+    assert run("import", "-", "--name", "n" * 300, "--store", "long.db", stdin=rows).exit_code == 0
     result = run("report", "n" * 300, "--store", "long.db")
     assert result.exit_code == 2
     assert "cannot be written: File name too long" in result.stderr
-    assert run("report", "n" * 300, "--store", "long.db", "--out", "long.html").exit_code == 0
+    assert run("report", "n" * 300, "--store", "long.db", "--output", "long.html").exit_code == 0

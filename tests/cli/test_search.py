@@ -21,7 +21,7 @@ from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.verdict import judge
-from flywheel.search.spec import read_campaign_file
+from flywheel.search.spec import read_options_file
 from flywheel.search.trials.engine import Bench, InlineEngine
 from flywheel.search.trials.measuring import look
 from flywheel.search.workload import Workload
@@ -120,7 +120,7 @@ def test_nothing_feasible_is_code_3(run: Run, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_bad_sampler_leaves_no_campaign_behind(run: Run) -> None:
     Path("c.toml").write_text('sampler = "anneal"\n', encoding="utf-8")
-    result = run(*SEARCH, "--campaign", "c.toml")
+    result = run(*SEARCH, "--options", "c.toml")
     assert result.exit_code == 2
     assert "tpe" in result.stderr
     assert not Path("flywheel.db").exists()
@@ -146,7 +146,7 @@ def test_another_sampler_or_seed_is_refused_however_it_is_given(
             monkeypatch.setenv("FLYWHEEL_SEARCH_SEED", "7")
         case "file":
             Path("x.toml").write_text("seed = 7", encoding="utf-8")
-            words = ["--campaign", "x.toml"]
+            words = ["--options", "x.toml"]
     again = run("search", *WORK, "--trials", "4", "--name", "x", *words)
     assert again.exit_code == 2
     assert again.stderr.splitlines()[-1] == (
@@ -167,7 +167,7 @@ def test_command_line_beats_environment_beats_file_beats_default(run: Run, monke
     monkeypatch.setenv("FLYWHEEL_CONTEXT", "128")
     monkeypatch.setenv("FLYWHEEL_STORE", "elsewhere.db")
     monkeypatch.setenv("FLYWHEEL_JSON", "1")
-    result = run("search", "--campaign", "c.toml", "--trials", "1", "--fix", "depth=4")
+    result = run("search", "--options", "c.toml", "--trials", "1", "--fix", "depth=4")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     settled = {name: document[name] for name in ("gpu", "seed", "trials", "context", "sampler")}
@@ -177,9 +177,9 @@ def test_command_line_beats_environment_beats_file_beats_default(run: Run, monke
     assert Path("elsewhere.db").exists()
 
 
-def test_an_unknown_key_of_a_campaign_file_is_a_usage_error(run: Run) -> None:
+def test_an_unknown_key_of_an_options_file_is_a_usage_error(run: Run) -> None:
     Path("c.toml").write_text("trails = 3\n", encoding="utf-8")
-    result = run("search", *WORK, "--campaign", "c.toml")
+    result = run("search", *WORK, "--options", "c.toml")
     assert result.exit_code == 2
     assert "'trails'" in result.stderr
 
@@ -201,9 +201,9 @@ def test_options_that_were_not_given_do_not_hide_the_file() -> None:
     assert (spec.model, spec.seeds, spec.trials, dict(spec.fix)) == ("m", False, 5, {"depth": "1", "chunk": "2"})
 
 
-def test_a_campaign_file_that_is_not_there_is_a_usage_error() -> None:
+def test_an_options_file_that_is_not_there_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="No such file"):
-        read_campaign_file(Path("missing.toml"))
+        read_options_file(Path("missing.toml"))
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("90", 90.0), ("90s", 90.0), ("5m", 300.0), ("1.5h", 5400.0)])
@@ -212,7 +212,7 @@ def test_durations_have_units(text: str, wanted: float) -> None:
 
 
 def test_the_schedule_can_be_written_by_the_search_itself(run: Run) -> None:
-    result = run(*SEARCH, "--trials", "1", "--name", "s", "--schedule", "best.json")
+    result = run(*SEARCH, "--trials", "1", "--name", "s", "--output", "best.json")
     assert result.exit_code == 0
     exported = run("export", "--format", "schedule", "--campaign", "s")
     assert Path("best.json").read_text(encoding="utf-8") == exported.stdout
@@ -317,7 +317,7 @@ def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_
 
 @pytest.mark.parametrize("place", [".", "nowhere/best.json"])
 def test_a_schedule_that_cannot_be_written_stops_the_search_before_it_starts(place: str, run: Run) -> None:
-    result = run(*SEARCH, "--trials", "1", "--schedule", place)
+    result = run(*SEARCH, "--trials", "1", "--output", place)
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert not Path("flywheel.db").exists()
@@ -328,7 +328,7 @@ def test_the_result_is_shown_even_if_writing_the_schedule_fails(run: Run, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("flywheel.ir.files.write_atomically", fail)
-    result = run(*SEARCH, "--trials", "1", "--schedule", "best.json", "--json")
+    result = run(*SEARCH, "--trials", "1", "--output", "best.json", "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["trials"] == 1
     assert "best.json: cannot be written: No space left" in result.stderr

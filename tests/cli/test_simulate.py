@@ -11,7 +11,7 @@ Run = Callable[..., Result]
 
 
 def test_a_valid_program_fires_completely_and_has_a_prediction(run: Run, program: Path) -> None:
-    result = run("simulate", str(program), "--seeds", "3", "--json")
+    result = run("simulate", str(program), "--orders", "3", "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert (document["valid"], document["stuck"], document["violations"], document["seeds"]) == (True, [], [], 3)
@@ -24,7 +24,7 @@ def test_a_valid_program_fires_completely_and_has_a_prediction(run: Run, program
 
 
 def test_the_text_shows_units_and_operations(run: Run, program: Path) -> None:
-    text = run("simulate", str(program), "--seeds", "1").stdout
+    text = run("simulate", str(program), "--orders", "1").stdout
     assert "us by the cost model" in text
     assert "down_proj" in text
 
@@ -50,7 +50,7 @@ def test_a_race_shows_in_an_adversarial_order(run: Run, program: Path) -> None:
 
 def test_without_a_target_there_is_no_prediction(run: Run, program: Path) -> None:
     document = json.loads(program.read_text(encoding="utf-8")) | {"target": None}
-    result = run("simulate", "-", "--seeds", "1", "--json", stdin=json.dumps(document))
+    result = run("simulate", "-", "--orders", "1", "--json", stdin=json.dumps(document))
     assert result.exit_code == 0
     assert json.loads(result.stdout)["prediction"] is None
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_predicted_is_no_internal_error(change: str, run: Run, pr
 
 
 def test_a_predicted_timeline_is_a_trace_file(run: Run, program: Path) -> None:
-    result = run("simulate", str(program), "--seeds", "0", "--trace", "t.json", "--json")
+    result = run("simulate", str(program), "--orders", "0", "--trace", "t.json", "--json")
     assert result.exit_code == 0, result.stderr
     tasks = json.loads(result.stdout)["fired"]
     trace = json.loads(Path("t.json").read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def test_a_predicted_timeline_is_a_trace_file(run: Run, program: Path) -> None:
 
 def test_without_a_prediction_there_is_no_trace_file(run: Run, program: Path) -> None:
     document = json.loads(program.read_text(encoding="utf-8")) | {"target": None}
-    result = run("simulate", "-", "--seeds", "0", "--trace", "t.json", stdin=json.dumps(document))
+    result = run("simulate", "-", "--orders", "0", "--trace", "t.json", stdin=json.dumps(document))
     assert result.exit_code == 2
     assert "t.json: not written: the program has no prediction: " in result.stderr
     assert not Path("t.json").exists()

@@ -19,7 +19,7 @@ SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", 1, "--trials", 3, 
 
 def test_a_campaign_of_a_format_is_one_of_its_own_and_its_rows_and_schedules_say_so(run: Run) -> None:
     plain = run(*SEARCH, "--json")
-    quantised = run(*SEARCH, "--weights", "int8-row", "--json", "--schedule", "best.json")
+    quantised = run(*SEARCH, "--weights", "int8-row", "--json", "--output", "best.json")
     assert (plain.exit_code, quantised.exit_code) == (0, 0), quantised.stderr
     wide, small = json.loads(plain.stdout), json.loads(quantised.stdout)
     assert small["campaign"] == "qwen3-0.6b-l4-bf16-int8-c512-predict-descent-s0"

@@ -16,8 +16,9 @@ from flywheel import compiled
 from flywheel.cli import text
 from flywheel.cli.export import FORMATS
 from flywheel.cli.main import COMMANDS, cli
-from flywheel.cli.options import DEFAULTS
+from flywheel.cli.options import DEFAULTS, SharedOption
 from flywheel.cli.search import SAMPLERS
+from flywheel.cli.wording import OLD
 from flywheel.decode import bench
 from flywheel.ir import files
 from flywheel.ir.validate import structure
@@ -59,6 +60,12 @@ def pages(root: Path) -> list[Path]:
 def prose(page: Path) -> str:
     """A page with each run of blanks as one blank."""
     return re.sub(r"\s+", " ", page.read_text(encoding="utf-8"))
+
+
+def old_rows(root: Path) -> str:
+    """The reference's table of old spellings."""
+    _, head, behind = (root / "docs" / "reference.md").read_text(encoding="utf-8").partition("| command | old | now |")
+    return head + behind.partition("\n\n")[0]
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
@@ -130,7 +137,8 @@ def test_every_command_has_a_line_in_the_docs(root: Path) -> None:
 def test_every_option_of_a_page_is_one_of_some_command(root: Path) -> None:
     known = {flag for name in COMMANDS for flag in flags_of(command_of(name))} | OTHERS | {"--debug", "--version"}
     told = [
-        (page.name, flag) for page in pages(root) for span in SPAN.findall(FENCE.sub("", page.read_text("utf-8")))
+        (page.name, flag) for page in pages(root)
+        for span in SPAN.findall(FENCE.sub("", page.read_text("utf-8").replace(old_rows(root), "")))
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)
     ]  # fmt: skip
     assert len(told) > 150
@@ -145,6 +153,30 @@ def test_every_variable_of_the_reference_is_one_of_an_option(root: Path) -> None
     told += [f"FLYWHEEL{name}" for name in re.findall(r"`(_[A-Z]\w+)`", environment)]
     assert len(told) > 8
     assert [name for name in told if name not in known] == []
+
+
+def test_a_variable_of_all_commands_is_read_by_all_but_the_exceptions_of_the_reference(root: Path) -> None:
+    told = prose(root / "docs" / "reference.md").partition("## Environment")[2].partition(" set the option")[0]
+    names = re.findall(r"`(?:FLYWHEEL)?(_[A-Z_]+)`", told)
+    shared = {name.lower().replace("_", "-").replace("-", "--", 1) for name in names}
+    own = {
+        "serve": {"--model", "--gpu", "--dtype", "--context", "--device"},
+        "bench": {"--device"}, "models": {"--gpu"}, "mpk": shared - {"--json"},
+    }  # fmt: skip
+    read = {
+        (name, flag): isinstance(option, SharedOption)
+        for name in COMMANDS for option in command_of(name).params for flag in option.opts if flag.startswith("--")
+    }  # fmt: skip
+    assert {flag for (_, flag), of_all in read.items() if of_all} == shared
+    of_one = {(name, flag) for (name, flag), of_all in read.items() if flag in shared and not of_all}
+    assert of_one == {(name, flag) for name, flags in own.items() for flag in flags if (name, flag) in read}
+
+
+def test_the_reference_lists_every_old_spelling(root: Path) -> None:
+    rows = old_rows(root).splitlines()[2:]
+    told = [[re.findall(r"`(-?-?[a-z-]+)", cell) for cell in row.split("|")[1:4]] for row in rows]
+    listed = {(name, old, now[0]) for names, olds, now in told for name in names for old in olds}
+    assert listed == {(name, old, new) for name, flags in OLD.items() for old, new in flags.items()}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +233,7 @@ def limits() -> Iterator[str]:
     """Pieces of docs/reference.md."""
     yield f"| {text.MAX_COMPLAINT:,} and {text.MAX_LINE:,} characters |"
     yield (
-        f"{files.MAX_FILE_BYTES // 2**30} GiB (config.json {hf._MAX_FILE_BYTES // MIB} MiB, a campaign file "
+        f"{files.MAX_FILE_BYTES // 2**30} GiB (config.json {hf._MAX_FILE_BYTES // MIB} MiB, an options file "
         f"{campaigns._MAX_FILE_BYTES // MIB} MiB), {power(files.MAX_VALUES)} values"
     )
     yield (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flywheel.errors import UsageError
-from flywheel.search.spec import DEFAULT_TRIALS, CampaignSpec, read_campaign_file, with_name
+from flywheel.search.spec import DEFAULT_TRIALS, CampaignSpec, read_options_file, with_name
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_the_default_budget_is_finite() -> None:
     assert CampaignSpec("m", "g").trials == DEFAULT_TRIALS
 
 
-def test_a_campaign_file_holds_any_option(tmp_path: Path) -> None:
+def test_an_options_file_holds_any_option(tmp_path: Path) -> None:
     path = tmp_path / "campaign.toml"
     path.write_text(
         'model = "llama3-8b"\ngpu = "h100"\ntime_s = 60\nuntil = 0.9\nseeds = false\nname = "mine"\n'
         '[fix]\ndepth = 4\npages = "none"\n'
     )
-    options = read_campaign_file(path)
+    options = read_options_file(path)
     assert options == {
         "model": "llama3-8b",
         "gpu": "h100",
@@ -74,19 +74,19 @@ def test_a_campaign_file_holds_any_option(tmp_path: Path) -> None:
     ],
     ids=lambda value: value[:20],
 )
-def test_campaign_files_with_faults_are_refused_in_one_line(text: str, fact: str, tmp_path: Path) -> None:
+def test_options_files_with_faults_are_refused_in_one_line(text: str, fact: str, tmp_path: Path) -> None:
     path = tmp_path / "campaign.toml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(UsageError) as caught:
-        read_campaign_file(path)
+        read_options_file(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert fact in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_campaign_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_options_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.toml: No such file or directory$"):
-        read_campaign_file(tmp_path / "absent.toml")
+        read_options_file(tmp_path / "absent.toml")
 
 
 def test_campaigns_are_named_after_what_they_search() -> None:
