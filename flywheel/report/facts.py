@@ -89,18 +89,6 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
     return Facts(campaign, tuple(records), trials, best, tied, knobs, schedule, missing, gains)
 
 
-def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
-    """A trial's knobs as text. Empty if the model is no longer available or the config is outside the search space."""
-    try:
-        workload = make_workload(
-            campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
-        )
-        choice = make_space(workload).to_choice(config_from_dict(json.loads(record.config)))
-    except FlywheelError:
-        return {}
-    return {name: str(value) for name, value in (choice or {}).items()}
-
-
 def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None) -> Knobs:
     choices = tuple(_choice(space, record) for record in trials)
     chosen = None if best is None else _choice(space, best)

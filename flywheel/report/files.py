@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from flywheel.measure.record import TrialRecord
-from flywheel.report.facts import gather, trial_knobs
+from flywheel.report.facts import gather
 from flywheel.report.page import page, pictures
+from flywheel.search.choices import choices_of
 from flywheel.search.provenance import schedule_text, search_command
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import Views
@@ -27,4 +28,4 @@ def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mappin
 
 def views() -> Views:
     """The functions of this version that a mirror calls."""
-    return Views(trial_knobs, campaign_files)
+    return Views(choices_of, campaign_files)

@@ -51,13 +51,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Functions that need the code of the search as well as the rows: `knobs` gives the knobs of a trial, by name, and
-    `files` the artifacts of a campaign, text by path.
+    """Functions that need the code of the search as well as the rows: `knobs` gives the knobs of each row, by name, or
+    None where they are not known, and `files` the artifacts of a campaign, text by path.
 
     Both are pure: the same rows give the same text.
     """
 
-    knobs: Callable[[Campaign, TrialRecord], Mapping[str, str]]
+    knobs: Callable[[Sequence[TrialRecord]], Sequence[Mapping[str, str | int] | None]]
     files: Callable[[Campaign, Sequence[TrialRecord]], Mapping[str, str]]
 
 
@@ -77,7 +77,7 @@ def campaign_params(campaign: Campaign, records: Sequence[TrialRecord]) -> dict[
 _CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "batch", "weights", "measure", "sampler", "seed", "created_at")
 
 
-def trial_params(record: TrialRecord, knobs: Mapping[str, str]) -> dict[str, str]:
+def trial_params(record: TrialRecord, knobs: Mapping[str, str | int]) -> dict[str, str]:
     """A trial's knobs, and the ids of its config and its program, as parameters."""
     return to_params({**knobs, "config_id": record.config_id, "program_id": record.program_id})
 

@@ -123,7 +123,7 @@ class Mirror:
             run = _campaign_run(client, experiment, campaign)
             written = self._write_rows(client, run, campaign_params(campaign, records), campaign_points(records))
             chosen = {"all": list(records), "kept": incumbents(records), "none": []}[children]
-            written += self._write_children(client, experiment, run, campaign, chosen, views)
+            written += self._write_children(client, experiment, run, chosen, views)
             if files:
                 written += self._write_files(client, run, campaign, records, views)
             report = f"{_page(experiment, run.info.run_id)}/artifacts/{REPORT}?{_WORKFLOW}"
@@ -169,7 +169,7 @@ class Mirror:
         return len(missing) + len(unsaid)
 
     def _write_children(
-        self, client: Any, experiment: str, parent: Any, campaign: Campaign, chosen: list[TrialRecord], views: Views
+        self, client: Any, experiment: str, parent: Any, chosen: list[TrialRecord], views: Views
     ) -> int:
         ended = {"FINISHED", "FAILED"}
         known = _children(client, experiment, parent)
@@ -181,9 +181,9 @@ class Mirror:
                 client.create_run(experiment, to_ms(record.created_at), tags, name)
         if any(record.trial not in known for record in missing):
             known = _children(client, experiment, parent)
-        for record in missing:
+        for record, knobs in zip(missing, views.knobs(missing), strict=True):
             child = known[record.trial]
-            params = trial_params(record, views.knobs(campaign, record))
+            params = trial_params(record, knobs or {})
             self._write_rows(client, child, params, iter(trial_points(record)))
             status = "FINISHED" if record.objective_us is not None else "FAILED"
             client.set_terminated(child.info.run_id, status, to_ms(record.created_at))

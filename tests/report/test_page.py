@@ -17,7 +17,7 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
 from flywheel.report.changes import Change, _range, by_weight, changes, told
-from flywheel.report.facts import Facts, gather, trial_knobs
+from flywheel.report.facts import Facts, gather
 from flywheel.report.history import MOST_TIMES, history
 from flywheel.report.knobs import MOST_AXES, costs, weighty
 from flywheel.report.layer import shares
@@ -318,7 +318,6 @@ def test_a_model_that_is_gone_leaves_out_what_needs_it(make_records: Records, ma
     assert "Not known: " in text
     assert "2,000.0 us" in text
     assert pictures(facts).keys() == {"history.svg"}
-    assert trial_knobs(facts.campaign, facts.records[0]) == {}
 
 
 def test_a_config_that_lowers_to_another_program_has_no_timeline(
@@ -369,8 +368,3 @@ def test_the_layer_shows_each_of_its_tasks_once(facts: Facts) -> None:
     assert sum(path.count("M") for path in paths) == len(middle)
     assert sum(share.tasks for share in shares(facts.schedule)) == len(timeline(program))
     assert sum(share.time_share for share in shares(facts.schedule)) == pytest.approx(1)
-
-
-def test_a_trials_knobs_are_those_of_its_config(make_records: Records, make_campaign: Campaigns) -> None:
-    knobs = trial_knobs(make_campaign(), make_records(1)[0])
-    assert (knobs["depth"], knobs["chunk"]) == ("1", "4096")

@@ -27,8 +27,8 @@ Records = Callable[..., TrialRecord]
 Campaigns = Callable[..., Campaign]
 
 
-def knobs(_: Campaign, record: TrialRecord) -> Mapping[str, str]:
-    return {"depth": str(record.trial % 3)}
+def knobs(records: Sequence[TrialRecord]) -> list[Mapping[str, str | int]]:
+    return [{"depth": record.trial % 3, "pages": "none"} for record in records]
 
 
 def files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, str]:
