@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from flywheel.cli.exits import ABORTED, BROKEN_PIPE, FAILED, USAGE, exit_code
+from flywheel.cli.helping import write_examples
 from flywheel.cli.interrupt import abort, end_interrupted, interrupts_first, watch_interrupts
 from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
@@ -23,36 +24,46 @@ from flywheel.process import threads_abandoned, usable_cores
 from flywheel.search.trials.forks import expect_forks
 from flywheel.version import VERSION
 
-COMMANDS: Final = {
-    "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
-    "campaigns": ("flywheel.cli.campaigns:campaigns", "List the campaigns of a store, or show one."),
-    "schedules": ("flywheel.cli.schedules:schedules", "List the measured schedules that come with flywheel."),
-    "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials."),
-    "compare": ("flywheel.cli.compare:compare", "Compare two campaigns, schedules or GPUs."),
-    "import": ("flywheel.cli.importing:import_file", "Import trials, or schedules to try first, from a file."),
-    "evaluate": ("flywheel.cli.evaluate:evaluate", "Predict or measure one schedule."),
-    "report": ("flywheel.cli.report:report", "Write a campaign as one HTML page."),
-    "mlflow": ("flywheel.cli.mlflow:mlflow", "Mirror campaigns in MLflow."),
-    "dashboard": ("flywheel.cli.dashboard:dashboard", "Show the store's campaigns in MLflow's browser pages."),
-    "lower": ("flywheel.cli.lower:lower", "Turn a model and a schedule config into a program."),
-    "validate": ("flywheel.cli.validate:validate", "Prove programs free of deadlocks and races."),
-    "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),
-    "verify": ("flywheel.cli.verify:verify", "Check every tensor of a program against the model's reference."),
-    "bench": ("flywheel.cli.bench:bench", "Time the best schedule and PyTorch on this machine's GPU."),
-    "trace": ("flywheel.cli.trace:trace", "Show how a launch on this machine's GPU spends its time."),
-    "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
-    "quantize": ("flywheel.cli.quantize:quantize", "Write a checkpoint with quantised matrices."),
-    "serve": ("flywheel.cli.serve:serve", "Serve a model with OpenAI's API."),
-    "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
-    "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
-    "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to a GPU's measurements."),
-    "mpk": ("flywheel.cli.mpk:mpk", "Prove, repair and predict task graphs of Mirage MPK."),
-    "models": ("flywheel.cli.catalog:models", "List the models known by name."),
-    "knobs": ("flywheel.cli.knobs:knobs", "List the knobs of a model's schedules on a GPU."),
-    "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),
-    "doctor": ("flywheel.cli.doctor:doctor", "Show this machine's GPU, packages and store, and what flywheel can do."),
+GROUPS: Final = {
+    "Search and results": {
+        "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
+        "campaigns": ("flywheel.cli.campaigns:campaigns", "List the campaigns of a store, or show one."),
+        "schedules": ("flywheel.cli.schedules:schedules", "List the measured schedules that come with flywheel."),
+        "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials."),
+        "compare": ("flywheel.cli.compare:compare", "Compare two campaigns, schedules or GPUs."),
+        "import": ("flywheel.cli.importing:import_file", "Import trials, or schedules to try first, from a file."),
+        "evaluate": ("flywheel.cli.evaluate:evaluate", "Predict or measure one schedule."),
+        "report": ("flywheel.cli.report:report", "Write a campaign as one HTML page."),
+        "mlflow": ("flywheel.cli.mlflow:mlflow", "Mirror campaigns in MLflow."),
+        "dashboard": ("flywheel.cli.dashboard:dashboard", "Show the store's campaigns in MLflow's browser pages."),
+    },
+    "Models and running": {
+        "models": ("flywheel.cli.catalog:models", "List the models known by name."),
+        "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
+        "serve": ("flywheel.cli.serve:serve", "Serve a model with OpenAI's API."),
+        "verify": ("flywheel.cli.verify:verify", "Check every tensor of a program against the model's reference."),
+        "bench": ("flywheel.cli.bench:bench", "Time the best schedule and PyTorch on this machine's GPU."),
+        "trace": ("flywheel.cli.trace:trace", "Show how a launch on this machine's GPU spends its time."),
+        "quantize": ("flywheel.cli.quantize:quantize", "Write a checkpoint with quantised matrices."),
+    },
+    "Programs": {
+        "lower": ("flywheel.cli.lower:lower", "Turn a model and a schedule config into a program."),
+        "validate": ("flywheel.cli.validate:validate", "Prove programs free of deadlocks and races."),
+        "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),
+        "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
+        "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
+        "mpk": ("flywheel.cli.mpk:mpk", "Prove, repair and predict task graphs of Mirage MPK."),
+    },
+    "Machine": {
+        "doctor": ("flywheel.cli.doctor:doctor", "Show this machine's GPU, packages and store, and what is missing."),
+        "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),
+        "knobs": ("flywheel.cli.knobs:knobs", "List the knobs of a model's schedules on a GPU."),
+        "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to a GPU's measurements."),
+    },
 }
-"""Name -> (module:command, one line of help), in the order of `--help`. `--help` imports none of them."""
+"""Heading of `--help` -> name -> (module:command, one line of help), in their order. `--help` imports none of them."""
+
+COMMANDS: Final = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 _NO_ROOM: Final = (ENOSPC, EFBIG, EDQUOT, EIO, EAGAIN)
 """Errors of a write where the disk, a quota, a file's size limit or a pipe is full, or the disk is broken."""
@@ -87,8 +98,15 @@ class CommandTable(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table of commands, without importing one."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for heading, group in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in group.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, and what holds for every command."""
+        write_examples("flywheel", formatter)
+        super().format_epilog(ctx, formatter)
 
     def main(  # type: ignore[override]  # click overloads it on standalone_mode
         self,

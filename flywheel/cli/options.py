@@ -13,8 +13,9 @@ from typing import Any, Final, TypeVar
 import click
 from click.core import ParameterSource
 
+from flywheel.cli.helping import HelpedCommand
 from flywheel.cli.text import HELP, json_text, note, show_document, show_json, stdout_taken, take_stdout
-from flywheel.cli.wording import WordedCommand, old_variables
+from flywheel.cli.wording import old_variables
 from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
 from flywheel.ir import MAX_RANKS
@@ -85,12 +86,12 @@ class OutputFile(click.ParamType[Path]):
 
 
 def command(function: Callable[..., Any], name: str | None = None) -> click.Command:
-    """Make a command. Its help is the function's docstring, and options are also read from variables named after their
-    flags.
+    """Make a command. Its help is the function's docstring and its EXAMPLES, and options are also read from variables
+    named after their flags.
 
     `name` is the command's name where the function cannot have it.
     """
-    made = click.command(name, cls=WordedCommand, context_settings=dict(HELP))(_one_stdout(function))
+    made = click.command(name, cls=HelpedCommand, context_settings=dict(HELP))(_one_stdout(function))
     for option in made.params:
         if isinstance(option, click.Option):
             option.envvar = variables(made.name or "", option)

@@ -119,7 +119,7 @@ def test_usage_errors_are_one_line_with_a_hint_and_code_2(arguments: tuple[str, 
 def test_no_command_shows_the_help_on_stderr(run: Run) -> None:
     result = run()
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "Commands:" in result.stderr
+    assert "Search and results:" in result.stderr
 
 
 def test_only_debug_shows_a_traceback(run: Run) -> None:

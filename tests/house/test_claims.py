@@ -14,6 +14,7 @@ import pytest
 
 from flywheel import compiled
 from flywheel.cli import text
+from flywheel.cli.examples import EXAMPLES
 from flywheel.cli.export import FORMATS
 from flywheel.cli.main import COMMANDS, cli
 from flywheel.cli.options import DEFAULTS, SharedOption
@@ -123,9 +124,11 @@ def test_a_command_that_is_not_there_is_found(words: str) -> None:
     assert fault(words.split()) is not None
 
 
-def test_every_command_of_a_page_is_one_that_flywheel_takes(root: Path) -> None:
+def test_every_command_of_a_page_and_of_help_is_one_that_flywheel_takes(root: Path) -> None:
     found = [(page.name, words) for page in pages(root) for words in commands_of(page)]
-    assert len(found) > 100
+    found += [("help", shlex.split(step, comments=True)[1:]) for lines in EXAMPLES.values() for line in lines
+              for step in line.split(" | ")]  # fmt: skip
+    assert len(found) > 150
     assert [(page, *words, why) for page, words in found if (why := fault(words)) is not None] == []
 
 
