@@ -2,10 +2,10 @@
 
     python experiments/gains.py
 
-A row is one workload with its newest measured campaign that ended with a final, from the tables `results*.tsv` in
-results. Campaigns whose names begin with `cold` or `bare` had nothing of other work to begin with (`--cold`), or
-nothing at all (`--no-seeds`); they have a table of their own. PyTorch's time is the fastest contestant of the recorded
-bench of the same work, measured in another run.
+A row is one workload with its newest measured campaign that ended with a final, from the tables `results*.tsv` and
+`cold*.tsv` in results. Campaigns whose names begin with `cold` or `bare` had nothing of other work to begin with
+(`--cold`), or nothing at all (`--no-seeds`); they have a table of their own. PyTorch's time is the fastest contestant
+of the recorded bench of the same work, measured in another run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def main() -> None:
 
 def rows() -> Iterator[Row]:
     """Every campaign of the tables whose best row is of a final."""
-    for table in sorted((ROOT / "results").rglob("results*.tsv")):
+    tables = [*(ROOT / "results").rglob("results*.tsv"), *(ROOT / "results" / "gpu").glob("cold*.tsv")]
+    for table in sorted(tables):
         text = table.read_text(encoding="utf-8")
         batch = None if "batch" in text.partition("\n")[0].split("\t") else 1
         campaigns: dict[str, list[TrialRecord]] = {}
@@ -71,8 +72,8 @@ def rows() -> Iterator[Row]:
                 gains = gained(make_space(make_workload(*asked)), records)
             except FlywheelError:  # a model that is not in the catalog
                 continue
-            if gains is not None and gains.start is not None:
-                kind = next((each for each in KINDS if name.startswith(each)), "")
+            kind = next((each for each in KINDS if name.startswith(each)), "")
+            if gains is not None and (gains.start is not None or kind):
                 where = table.relative_to(ROOT).as_posix()
                 yield Row(work_named(*asked), kind, gains, len(trials_of(records)), where)
 
@@ -138,16 +139,16 @@ def table(found: list[Row], beside: dict[str, tuple[float, str]]) -> list[str]:
     for row in found:
         start, seed, best = row.gains.start, row.gains.seed, row.gains.best
         rival = beside.get(row.work)
-        assert start is not None
         assert best.objective_us is not None
         torch = "" if rival is None else f"{rival[0]:,.0f} ({rival[1]})"
         over = "" if rival is None else f"{rival[0] / best.objective_us:.2f} times"
         noise = {True: "beyond", False: "within", None: ""}[row.gains.sure]
         gain = "" if seed is None else f"{100 * faster(best, seed):.1f} %"
         known = "" if seed is None else f"{seed.objective_us:,.0f}"
+        first = "" if start is None else f"{start.objective_us:,.0f}"
+        untuned = "" if start is None else f"{100 * faster(best, start):.1f} %"
         cells = [
-            row.work, torch, f"{start.objective_us:,.0f}", known, f"{best.objective_us:,.0f}", over,
-            f"{100 * faster(best, start):.1f} %", gain, noise, str(row.trials),
+            row.work, torch, first, known, f"{best.objective_us:,.0f}", over, untuned, gain, noise, str(row.trials),
             f"[{best.created_at[:10]}](../{row.table})",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

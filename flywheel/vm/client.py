@@ -159,7 +159,7 @@ class Client:
         starting = self._watched(process, " while it starts", first_s)
         with starting as watch, suppress(EOFError, OSError):
             while isinstance(hello := ours.recv(), Phase):
-                watch.enter(f" while it {hello.doing}", min(hello.limit_s, end - monotonic()))
+                watch.enter(f" while it {hello.doing}", min(hello.limit_s, end - monotonic()), hello.quiet_s)
         match hello:
             case Ready():
                 self._greeted = True

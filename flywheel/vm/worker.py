@@ -78,17 +78,19 @@ MakeBench = Callable[[], Bench]
 _TELL: Final[ContextVar[Callable[[Phase], None]]] = ContextVar("_TELL", default=lambda _: None)
 
 
-def enter_phase(doing: str, limit_s: float) -> None:
-    """Tell whoever waits for this worker what it does now, in words after "while it", and how long that may take."""
-    _TELL.get()(Phase(doing, limit_s))
+def enter_phase(doing: str, limit_s: float, quiet_s: float = 0.0) -> None:
+    """Tell whoever waits for this worker what it does now, in words after "while it", how long that may take, and how
+    long it takes on a usual day."""
+    _TELL.get()(Phase(doing, limit_s, quiet_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The worker lives, and now does what `doing` says, within `limit_s` wall seconds."""
+    """The worker lives, and now does what `doing` says, within `limit_s` wall seconds. Up to `quiet_s` are usual."""
 
     doing: str
     limit_s: float
+    quiet_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
