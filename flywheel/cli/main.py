@@ -117,6 +117,10 @@ class CommandTable(click.Group):
         **extra: Any,
     ) -> int:
         """Run the command and return its exit code; with `standalone_mode`, end the process with it."""
+        if "_FLYWHEEL_COMPLETE" in os.environ:
+            from flywheel.cli.completing import complete_words
+
+            complete_words()
         try:
             code = super().main(args, prog_name or "flywheel", complete_var, standalone_mode=False, **extra)
         except click.exceptions.NoArgsIsHelpError as error:

@@ -12,7 +12,9 @@ from typing import Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
+from flywheel.cli.completing import completed
 from flywheel.cli.helping import HelpedCommand
 from flywheel.cli.text import HELP, json_text, note, show_document, show_json, stdout_taken, take_stdout
 from flywheel.cli.wording import old_variables
@@ -84,6 +86,10 @@ class OutputFile(click.ParamType[Path]):
             self.fail(f"{before} writes to stdout, too; give one of them a file", param, ctx)
         return STDOUT
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """A file."""
+        return [CompletionItem(incomplete, type="file")]
+
 
 def command(function: Callable[..., Any], name: str | None = None) -> click.Command:
     """Make a command. Its help is the function's docstring and its EXAMPLES, and options are also read from variables
@@ -93,6 +99,7 @@ def command(function: Callable[..., Any], name: str | None = None) -> click.Comm
     """
     made = click.command(name, cls=HelpedCommand, context_settings=dict(HELP))(_one_stdout(function))
     for option in made.params:
+        option.type = completed(made.name or "", option)
         if isinstance(option, click.Option):
             option.envvar = variables(made.name or "", option)
             option.allow_from_autoenv = False

@@ -55,7 +55,8 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
               help="Port to listen on; 0 picks a free one.")
 @click.option("--queue", type=click.IntRange(1, 100_000), default=64, show_default=True, metavar="N",
               help="Maximum number of running and waiting requests; further ones get status 429.")  # fmt: skip
-@click.option("--api-key-file", type=Path, metavar="FILE", help="File whose first line is the key of /v1 requests.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE",
+              help="File whose first line is the key of /v1 requests.")
 @click.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN",
               help="Origin whose pages may use the server from a browser; repeat it for several; * for all.")
 @click.option("--log-level", type=click.Choice(["warning", "info"]), default="warning", show_default=True,

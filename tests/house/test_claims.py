@@ -38,7 +38,7 @@ from flywheel.search.trials import forks
 from flywheel.search.workload import make_workload
 from flywheel.serve import child, engine, guard, server
 from flywheel.serve.worker import BEAT_S
-from flywheel.store import vetting
+from flywheel.store import names, vetting
 from flywheel.store.shipped import shipped_schedules
 from flywheel.vm.client import Limits
 from flywheel.vm.watching import PATIENCE
@@ -277,6 +277,8 @@ def limits() -> Iterator[str]:
         f"| {child._MISSED * BEAT_S:g} s without a sign of life, {child._START_S / 60:g} min to start, "
         f"{len(engine._PAUSES_S)} attempts in 5 min |"
     )
+    steps = len(str(names._STEPS)) - 1
+    yield f"| {names.MOST} names, 10^{steps} of SQLite's steps, {names.WAIT_S} s for a server or a lock |"
     yield f"| {compiled._SAY_S:g} s until the line, {compiled._WAIT_S:g} s of waiting |"
 
 
