@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.writing import target_to_dict
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
-from flywheel.models.formats import HEAD, PLAIN, WeightFormats, parse_formats, weights_name
-from flywheel.models.spec import DecoderSpec, layer_weight_shapes, model_weight_shapes
+from flywheel.models.footprint import bytes_per_token
+from flywheel.models.formats import WeightFormats, parse_formats, weights_name
+from flywheel.models.spec import DecoderSpec
 from flywheel.search.workload import find_target
 
 
@@ -76,23 +76,6 @@ def _show_targets() -> None:
         for target in TARGETS.values()
     ]  # fmt: skip
     show_table(headers, rows)
-
-
-def bytes_per_token(spec: DecoderSpec, dtype: DType, formats: WeightFormats = PLAIN) -> int:
-    """Bytes of weights, scales included, that one token reads.
-
-    A token reads all weights, but only one row of an embedding that is not also the head.
-    """
-
-    def nbytes(role: str, shape: tuple[int, ...]) -> int:
-        own = formats.of(role)
-        return dtype.nbytes(prod(shape)) if own is None else own.nbytes(shape, dtype)
-
-    once = {**model_weight_shapes(spec), "embed": (1, spec.hidden), HEAD: (spec.vocab, spec.hidden)}
-    a_layer = sum(nbytes(role, shape) for role, shape in layer_weight_shapes(spec).items())
-    gathered = spec.tied_head and formats.of(HEAD) is None  # the head is the embedding
-    whole = sum(nbytes(role, shape) for role, shape in once.items() if role != "embed" or not gathered)
-    return whole + spec.n_layers * a_layer
 
 
 def _model(spec: DecoderSpec, dtype: DType, formats: WeightFormats, targets: list[GpuTarget]) -> dict[str, Any]:

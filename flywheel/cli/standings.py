@@ -96,7 +96,8 @@ def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[s
         found = origin.get("file") or f"{origin['title']} of {origin['campaign']}"
         found += ", imported" if origin.get("imported_from") else ""
         show(f"context {comparison.context:,}, batch {comparison.batch}: {size(comparison.weight_bytes)} of "
-             f"weights read a step need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at "
+             f"weights and {size(comparison.cache_bytes)} of caches read a step; the weights alone need "
+             f"{us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at "
              f"the datasheet's bandwidth; schedule {origin['config_id']}, {found}")  # fmt: skip
         if any(entry.strangers for entry in comparison.entries):
             show("others computed on the GPU meanwhile: these times are doubtful")
@@ -130,7 +131,7 @@ def _row(comparison: Comparison, entry: Entry, rivals: Sequence[str], single: Co
         batch,
         label_of(entry.name),
         *(ABSENT if time is None else f"{time:,.1f}" for time in times),
-        f"{found.weights_gbs:,.0f}",
+        f"{found.read_gbs:,.0f}",
         percent(found.floor_fraction),
         percent(found.ceiling_fraction),
         *(ABSENT if factor is None else f"{factor:.2f}" for factor in against),

@@ -14,19 +14,19 @@ from torch import Tensor
 from flywheel.decode.bench import judge_latency
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.judge import Examined, Judge
-from flywheel.decode.lineup import Form, Plan, Rival, refusal
+from flywheel.decode.lineup import Form, Plan, Rival, dequantises, refusal
 from flywheel.decode.memory import asked, is_exhausted, memory_named
 from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.decode.source import Source, Weights
 from flywheel.decode.verify import default_positions, judge_free, judge_repeated
 from flywheel.errors import KernelCompileError
 from flywheel.ir import DType, MegakernelProgram
-from flywheel.measure.comparison import Comparison, Entry
-from flywheel.measure.floor import floor_us, weight_bytes_read
+from flywheel.measure.comparison import Comparison, Entry, comparison_of
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured, NoMemory, Rejected
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
+from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.process import sums_as_shipped
 from flywheel.tensors import TORCH_DTYPES
@@ -98,10 +98,9 @@ class Contests:
             torch._dynamo.reset()  # drop what it compiled for other shapes
             graphs = [self._graph(rival, context, made, say) for rival in rivals]
             entries = _hold_rounds(model, program, graphs, made, plan, say)
-        bytes_read = weight_bytes_read(program)
-        assert program.target is not None
-        floor, ceiling = floor_us(bytes_read, program.target), bytes_read / read_gbs / 1e3
-        return Comparison(context, bytes_read, floor, ceiling, entries, batch)
+        whole = bytes_per_token(self._source.spec, self._dtype)
+        told = tuple(replace(each, weight_bytes=whole) if dequantises(each.name) else each for each in entries)
+        return comparison_of(program, context, batch, read_gbs, told)
 
     def _graph(self, rival: Rival, context: int, made: Judge, say: Callable[[str], None]) -> GraphedStep | Entry:
         """A rival that is ready, or the entry of a rival that cannot run."""

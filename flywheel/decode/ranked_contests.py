@@ -22,8 +22,7 @@ from flywheel.decode.source import Source, Weights
 from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import GpuMemoryError, KernelCompileError
 from flywheel.ir import DType, MegakernelProgram
-from flywheel.measure.comparison import Comparison, Entry
-from flywheel.measure.floor import floor_us, weight_bytes_read
+from flywheel.measure.comparison import Comparison, Entry, comparison_of
 from flywheel.measure.outcome import NoMemory, Rejected
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
@@ -68,10 +67,7 @@ class RankedContests:
             torch.cuda.empty_cache()  # the VM allocates memory outside torch
             ready = [self._start(rival, context, made, stack, say) for rival in rivals]
             entries = self._hold_rounds(model, program, ready, made, plan, say)
-        bytes_read = weight_bytes_read(program)
-        assert program.target is not None
-        floor, ceiling = floor_us(bytes_read, program.target), bytes_read / read_gbs / 1e3
-        return Comparison(context, bytes_read, floor, ceiling, entries, batch)
+        return comparison_of(program, context, batch, read_gbs, entries)
 
     def _start(
         self, rival: Rival, context: int, made: Judge, stack: ExitStack, say: Callable[[str], None]

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
+from flywheel.ir.program import MegakernelProgram
 from flywheel.measure.contest import Rounds
-from flywheel.measure.floor import floor_fraction
+from flywheel.measure.floor import cache_bytes_read, floor_fraction, floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Implausible, Incorrect, Measured, NoMemory, Rejected, outcome_name
 from flywheel.measure.verdict import Verdict, as_document
@@ -18,7 +19,8 @@ CompetingOutcome = Measured | Rejected | Incorrect | Implausible | NoMemory
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One contestant. `how` describes in a few words what runs.
+    """One contestant. `how` describes in a few words what runs. `weight_bytes` are the bytes of weights that a step of
+    it reads; None for those of the comparison's program.
 
     `times_us` are its samples by round, alternating with the other contestants'. `batches_us` has, for each round, the
     time of one launch among many back to back. Both are empty without a latency. Raises ValueError if they are given
@@ -30,6 +32,7 @@ class Entry:
     outcome: CompetingOutcome
     times_us: Rounds = ()
     batches_us: tuple[float, ...] = ()
+    weight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.outcome, Measured) and (self.times_us or self.batches_us):
@@ -56,8 +59,9 @@ class Entry:
 class Comparison:
     """Contestants for one step of `batch` sequences at the last position of `context`. The first one is the schedule.
 
-    `weight_bytes` is the number of bytes of weights that the step must read. `floor_us` is the time for that at the
-    datasheet's bandwidth, and `ceiling_us` at the best rate of a plain kernel in the same run.
+    `weight_bytes` is the number of bytes of weights that the step of the schedule must read, and `cache_bytes` that of
+    keys and values, which every contestant reads. `floor_us` is the time for the weights at the datasheet's bandwidth,
+    and `ceiling_us` at the best rate of a plain kernel in the same run.
     """
 
     context: int
@@ -66,22 +70,40 @@ class Comparison:
     ceiling_us: float
     entries: tuple[Entry, ...]
     batch: int = 1
+    cache_bytes: int = 0
+
+    def bytes_of(self, entry: Entry) -> int:
+        """The bytes of weights, keys and values that a step of an entry reads."""
+        return (self.weight_bytes if entry.weight_bytes is None else entry.weight_bytes) + self.cache_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """An entry with a latency. `weights_gbs` counts weights alone, and fractions are of its median.
+    """An entry with a latency. It reads `read_bytes` a step, weights and caches, at `read_gbs`. Its fractions are what
+    reading them takes, at the datasheet's bandwidth and at the best rate of a plain kernel, over its median.
 
     `speedups` maps the name of each other entry with a latency to how many times as fast this entry is. `over_single`
     is its median over that of the same contestant for one sequence; None where that is unknown.
     """
 
     latency: MeasuredLatency
-    weights_gbs: float
+    read_bytes: int
+    read_gbs: float
     floor_fraction: float
     ceiling_fraction: float
     speedups: Mapping[str, float]
     over_single: float | None = None
+
+
+def comparison_of(
+    program: MegakernelProgram, context: int, batch: int, read_gbs: float, entries: tuple[Entry, ...]
+) -> Comparison:
+    """The comparison of a program's step with the others' that were timed with it. A plain kernel read at
+    `read_gbs`."""
+    assert program.target is not None
+    nbytes = weight_bytes_read(program)
+    floor, ceiling = floor_us(nbytes, program.target), nbytes / read_gbs / 1e3
+    return Comparison(context, nbytes, floor, ceiling, entries, batch, cache_bytes_read(program))
 
 
 def single_of(comparison: Comparison, comparisons: Sequence[Comparison]) -> Comparison | None:
@@ -100,11 +122,14 @@ def standing(comparison: Comparison, entry: Entry, single: Comparison | None = N
         for other in comparison.entries
         if other is not entry and other.latency is not None
     }
+    nbytes = comparison.bytes_of(entry)
+    more = nbytes / comparison.weight_bytes
     return Standing(
         latency,
-        comparison.weight_bytes / latency.median_us / 1e3,
-        floor_fraction(comparison.floor_us, latency.median_us),
-        floor_fraction(comparison.ceiling_us, latency.median_us),
+        nbytes,
+        nbytes / latency.median_us / 1e3,
+        floor_fraction(comparison.floor_us * more, latency.median_us),
+        floor_fraction(comparison.ceiling_us * more, latency.median_us),
         MappingProxyType(others),
         _over_single(entry.name, latency, single),
     )
@@ -122,6 +147,7 @@ def comparison_document(comparison: Comparison, single: Comparison | None = None
         "context": comparison.context,
         "batch": comparison.batch,
         "weight_bytes": comparison.weight_bytes,
+        "cache_bytes": comparison.cache_bytes,
         "floor_us": comparison.floor_us,
         "ceiling_us": comparison.ceiling_us,
         "contestants": [_entry(comparison, entry, single) for entry in comparison.entries],
@@ -143,7 +169,8 @@ def _entry(comparison: Comparison, entry: Entry, single: Comparison | None) -> d
         "batch_us": None if latency is None else latency.batch_us,
         "samples": None if latency is None else latency.samples,
         "l2_state": None if latency is None else latency.l2_state,
-        "weights_gbs": None if found is None else found.weights_gbs,
+        "read_bytes": None if found is None else found.read_bytes,
+        "read_gbs": None if found is None else found.read_gbs,
         "floor_fraction": None if found is None else found.floor_fraction,
         "ceiling_fraction": None if found is None else found.ceiling_fraction,
         "speedups": {} if found is None else dict(found.speedups),

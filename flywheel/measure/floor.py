@@ -84,6 +84,13 @@ def _weights_read(tasks: Iterable[Task], buffers: Mapping[int, Buffer]) -> tuple
     )
 
 
+def cache_bytes_read(program: MegakernelProgram) -> int:
+    """The bytes of keys and values that one step at the last position reads; with several GPUs, those of one of them,
+    which share the heads."""
+    caches = sum(buffer.nbytes for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE)
+    return caches // program.ranks
+
+
 def floor_us(weight_bytes: int, target: GpuTarget) -> float:
     """The time in us that `target` takes to read `weight_bytes` at its datasheet bandwidth."""
     return target.bandwidth_bound_us(weight_bytes)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from flywheel.errors import TooLargeError
-from flywheel.ir import BufferKind, GpuTarget
+from flywheel.ir import BufferKind, DType, GpuTarget
+from flywheel.models.formats import HEAD, PLAIN, WeightFormats
 from flywheel.models.graph import Block, Graph
+from flywheel.models.spec import DecoderSpec, layer_weight_shapes, model_weight_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,23 @@ def check_fits(graph: Graph, target: GpuTarget) -> None:
             f"{graph.model} on {target.name}: {weights} GB of weights, {caches} of caches and {workspace} of workspace "
             f"exceed its {target.hbm_bytes / 1e9:,.2f} GB of memory"
         )
+
+
+def bytes_per_token(spec: DecoderSpec, dtype: DType, formats: WeightFormats = PLAIN) -> int:
+    """Bytes of weights, scales included, that one token reads.
+
+    A token reads all weights, but only one row of an embedding that is not also the head.
+    """
+
+    def nbytes(role: str, shape: tuple[int, ...]) -> int:
+        own = formats.of(role)
+        return dtype.nbytes(prod(shape)) if own is None else own.nbytes(shape, dtype)
+
+    once = {**model_weight_shapes(spec), "embed": (1, spec.hidden), HEAD: (spec.vocab, spec.hidden)}
+    a_layer = sum(nbytes(role, shape) for role, shape in layer_weight_shapes(spec).items())
+    gathered = spec.tied_head and formats.of(HEAD) is None  # the head is the embedding
+    whole = sum(nbytes(role, shape) for role, shape in once.items() if role != "embed" or not gathered)
+    return whole + spec.n_layers * a_layer
 
 
 def _tensors(block: Block, sources: set[str]) -> list[tuple[BufferKind, int]]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 from click.testing import Result
 
-from flywheel.cli.catalog import bytes_per_token
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
+from flywheel.models.footprint import bytes_per_token
 
 Run = Callable[..., Result]
 

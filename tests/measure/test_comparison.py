@@ -41,7 +41,22 @@ def test_fractions_are_of_the_median_and_the_rate_is_of_the_weights() -> None:
     found = standing(COMPARISON, OURS)
     assert found is not None
     assert (found.floor_fraction, found.ceiling_fraction) == (0.8, 0.9)
-    assert found.weights_gbs == pytest.approx(4000.0)
+    assert found.read_gbs == pytest.approx(4000.0)
+
+
+def test_each_contestant_has_a_share_of_the_bytes_that_it_reads_itself() -> None:
+    """Rivals that dequantise read more weights; everybody reads the caches."""
+    weights = COMPARISON.weight_bytes
+    longer = replace(COMPARISON, cache_bytes=weights // 4, entries=(OURS, replace(SLOWER, weight_bytes=4 * weights)))
+    ours, slower = (standing(longer, entry) for entry in longer.entries)
+    assert ours is not None
+    assert slower is not None
+    assert ours.read_bytes == weights + weights // 4
+    assert ours.ceiling_fraction == pytest.approx(0.9 * 1.25)
+    assert slower.read_bytes == 4 * weights + weights // 4
+    before = standing(COMPARISON, SLOWER)
+    assert before is not None
+    assert slower.floor_fraction == pytest.approx(before.floor_fraction * 4.25)
 
 
 def test_who_is_wrong_stands_nowhere() -> None:
