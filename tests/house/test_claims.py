@@ -20,7 +20,8 @@ from flywheel.cli.main import COMMANDS, cli
 from flywheel.cli.options import DEFAULTS, SharedOption
 from flywheel.cli.search import SAMPLERS
 from flywheel.cli.wording import OLD
-from flywheel.decode import bench
+from flywheel.decode import bench, prefixes
+from flywheel.decode.sampling import MOST_LIKELY
 from flywheel.ir import files
 from flywheel.ir.validate import structure
 from flywheel.lowering import lower
@@ -31,15 +32,16 @@ from flywheel.models.formats import CODES
 from flywheel.search import finals
 from flywheel.search import spec as campaigns
 from flywheel.search.knobs import UNPREDICTED
-from flywheel.search.knowledge import warm
+from flywheel.search.knowledge import pricing, warm
 from flywheel.search.sampling import descending, descent, foreseen
 from flywheel.search.space import make_space
-from flywheel.search.trials import forks
+from flywheel.search.trials import forks, measuring
 from flywheel.search.workload import make_workload
-from flywheel.serve import child, engine, guard, server
+from flywheel.serve import child, engine, fields, guard, openai, server
 from flywheel.serve.worker import BEAT_S
 from flywheel.store import names, vetting
 from flywheel.store.shipped import shipped_schedules
+from flywheel.vm import client
 from flywheel.vm.client import Limits
 from flywheel.vm.watching import PATIENCE
 
@@ -50,7 +52,7 @@ BRACKETS = re.compile(r"[\[\]…]|\.\.\.")
 OTHERS = {"--num-cpus", "--load-format", "--emulate-gpu"}
 """Options of ray, vLLM and pytest of which the docs speak."""
 
-NUMBERS = {3: "three", 8: "eight", 12: "twelve"}
+NUMBERS = {3: "three", 5: "five", 8: "eight", 12: "twelve"}
 MIB = 2**20
 
 
@@ -262,11 +264,14 @@ def limits() -> Iterator[str]:
         "MiB of each other file |"
     )
     yield f"is the best only if nothing else was measured | {tenants.PAUSE_LIMIT_S:g} s in all |"
-    yield f"| {PATIENCE.say_s:g} s until the line, 30 s for measurements"
+    yield (
+        f"| {PATIENCE.say_s:g} s until the line, {client._QUIET_S:g} s for measurements, {pricing._QUIET_S:g} s for "
+        "imports and predictions of a fit"
+    )
     yield (
         f"A process that is stopped (SIGSTOP): {PATIENCE.stopped_s:g} s. Its first word {Limits().greet_s:g} s, its "
-        f"packages 180 s, opening a GPU {bench._OPEN_S:g} s, weights {bench._WEIGHTS_S:g} s, all of a start "
-        f"{Limits().start_s:g} s; a measurement {Limits().answer_s:g} s |"
+        f"packages {measuring._IMPORT_S:g} s, opening a GPU {bench._OPEN_S:g} s, weights {bench._WEIGHTS_S:g} s, "
+        f"all of a start {Limits().start_s:g} s; a measurement {Limits().answer_s:g} s |"
     )
     headers, body = (seconds for _, seconds in server._LIMITS.values())
     yield (
@@ -282,6 +287,30 @@ def limits() -> Iterator[str]:
     yield f"| {compiled._SAY_S:g} s until the line, {compiled._WAIT_S:g} s of waiting |"
 
 
+def limits_of_serve() -> Iterator[str]:
+    """Pieces of docs/serve.md."""
+    defaults = {option.opts[-1]: option.default for name in ("serve", "bench") for option in command_of(name).params}
+    yield f"`--queue` ({defaults['--queue']}) is the largest number"
+    yield f"each for `--max-tokens` ({defaults['--max-tokens']}) tokens"
+    yield f"1 to `--prompt-words` ({defaults['--prompt-words']}) words"
+    yield f"`--requests` ({defaults['--requests']}) are sent"
+    yield f"up to {openai._MOST_CHOICES} choices, over all prompts"
+    yield f"up to {fields.MOST_STOPS} strings"
+    yield f"up to {openai._MOST_OF_COMPLETIONS} for a completion; true for a chat"
+    yield f"with `top_logprobs` up to {MOST_LIKELY}"
+    yield f"prefix, of {prefixes.LEAST} tokens or more"
+    yield f"or takes over {tokenizer.LIMIT_S:g} s | 500"
+    yield f"a body of more than {guard.MAX_BODY // MIB} MiB | 413"
+    headers, body = (seconds for _, seconds in server._LIMITS.values())
+    yield f"headers that are not complete after {headers:g} s, a body that is not after {body:g} s | 408"
+    yield f"request for {server._KEEP_ALIVE_S} s"
+    yield f"running answers have {server._GRACE_S} s to finish"
+    yield f"gives no sign of life for {child._MISSED * BEAT_S:g} s"
+    yield f"{child._START_S / 60:g} minutes without being ready"
+    pauses = engine._PAUSES_S
+    yield f"pauses of up to {max(pauses):g} s, {len(pauses)} times in about {NUMBERS[round(sum(pauses) / 60)]} minutes"
+
+
 def power(number: int) -> str:
     assert number & (number - 1) == 0
     return f"2^{number.bit_length() - 1}"
@@ -294,6 +323,11 @@ def test_counts_of_the_docs_are_those_of_the_code(root: Path) -> None:
 def test_what_a_search_does_has_the_numbers_of_the_code(root: Path) -> None:
     told = prose(root / "docs" / "search.md")
     assert [piece for piece in numbers_of_searches() if piece not in told] == []
+
+
+def test_limits_of_the_server_are_those_of_the_code(root: Path) -> None:
+    told = prose(root / "docs" / "serve.md")
+    assert [piece for piece in limits_of_serve() if piece not in told] == []
 
 
 def test_limits_of_the_reference_are_those_of_the_code(root: Path) -> None:
