@@ -1,8 +1,8 @@
 """Takes the picture of docs/mlflow.md: a store's campaigns on MLflow's pages, as `flywheel dashboard` opens them.
 
-The campaigns in docs/ come from a table of results/gpu and are imported one by one: `flywheel import
-results/archive/h200/results.5e854ba.tsv --name NAME --campaign NAME --batch N --store real.db`, then `python
-experiments/dashboard_picture.py --store real.db --output docs/dashboard.png` (needs chromium and playwright).
+The campaigns in docs/ come from tables of results/gpu and are imported one by one: `flywheel import
+results/gpu/results.79eb0dd.tsv --name NAME --campaign NAME --store real.db` and so on with results.db8e932.tsv, then
+`python experiments/dashboard_picture.py --store real.db --output docs/dashboard.png` (needs chromium and playwright).
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from flywheel.errors import FlywheelError
 from flywheel.measure.record import TrialRecord
 from flywheel.report.facts import gather
 from flywheel.report.page import page, pictures
 from flywheel.search.choices import choices_of
+from flywheel.search.gains import gains_document, gains_in_words, gains_of
 from flywheel.search.provenance import schedule_text, search_command
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import Views
@@ -26,6 +28,25 @@ def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mappin
     return files | {f"plots/{name}": drawing for name, drawing in pictures(facts).items()}
 
 
+def campaign_gains(campaign: Campaign, records: Sequence[TrialRecord]) -> tuple[str | None, Mapping[str, float]]:
+    """What a campaign's search gained: in words, and as numbers by a name with their unit. None and no numbers where it
+    gained nothing that is known, or its model is not on this machine."""
+    try:
+        gains = gains_of(campaign, records)
+    except FlywheelError:
+        return None, {}
+    if gains is None:
+        return None, {}
+    told = gains_document(gains) or {}
+    numbers = {
+        "first_us": told["start_us"], "known_us": told["seed_us"],
+        "over_first_percent": None if gains.over_start is None else gains.over_start * 100,
+        "percent": None if gains.over_seed is None else gains.over_seed * 100,
+        "beyond_noise": None if gains.sure is None else float(gains.sure),
+    }  # fmt: skip
+    return gains_in_words(gains), {f"gained/{name}": value for name, value in numbers.items() if value is not None}
+
+
 def views() -> Views:
     """The functions of this version that a mirror calls."""
-    return Views(choices_of, campaign_files)
+    return Views(choices_of, campaign_files, campaign_gains)

@@ -16,9 +16,8 @@ from flywheel.errors import IrFormatError, UsageError
 from flywheel.ir.files import read_text
 from flywheel.ir.show import show
 from flywheel.measure.columns import MAX_NAME
-from flywheel.store.campaign import Campaign, work_named
+from flywheel.store.campaign import DEFAULT_CONTEXT, Campaign, work_key, work_named
 
-DEFAULT_CONTEXT = 512
 DEFAULT_TRIALS = 120
 DEFAULT_PREDICTIONS = 400
 
@@ -190,10 +189,8 @@ def with_name(spec: CampaignSpec, measure: str, predictor: str = MODEL_VERSION) 
     `predictor` is the version of the cost model. The name holds the calibration that it names, if any: predictions with
     other constants are another campaign.
     """
-    model = Path(spec.model).name  # of a directory, its last part; a catalog name stays as it is
-    batch = f"-b{spec.batch}" if spec.batch > 1 else ""
-    weights = "" if spec.weights in (None, spec.dtype) else f"-{spec.weights}"
-    name = f"{model}-{spec.gpu}-{spec.dtype}{weights}-c{spec.context}{batch}-{measure}-{spec.sampler}-s{spec.seed}"
+    work = work_key(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
+    name = f"{work}-{measure}-{spec.sampler}-s{spec.seed}"
     if spec.fix:
         name += "-" + ",".join(f"{knob}={value}" for knob, value in sorted(spec.fix.items()))
     if measure == "predict" and constants_of(predictor):

@@ -21,8 +21,7 @@ from flywheel.models.graph import Graph
 from flywheel.models.hf import load_scheme
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.search.spec import DEFAULT_CONTEXT
-from flywheel.store.campaign import work_named
+from flywheel.store.campaign import DEFAULT_CONTEXT, work_named
 from flywheel.store.schedule import Schedule
 
 _SHARED: Final = re.compile(r"([2-9])x(\S+)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -12,6 +13,8 @@ from flywheel.ir.show import show
 from flywheel.measure.columns import fault_of
 from flywheel.measure.record import is_json_object
 
+DEFAULT_CONTEXT: Final = 512
+"""The context of a campaign that names none, unless its model has less."""
 MEASURES: Final = ("predict", "cuda")
 """How a campaign gets its latencies: from a cost model, or from a GPU."""
 
@@ -83,6 +86,13 @@ def work_named(model: str, gpu: str, dtype: str, context: int, batch: int, weigh
     """A piece of work in words. They omit a batch of 1, and the format of weights if it is the dtype."""
     stored = "" if weights in (None, dtype) else f", {weights} weights"
     return f"{model} on {gpu}, {dtype}{stored}, context {context}" + (f", batch {batch}" if batch > 1 else "")
+
+
+def work_key(model: str, gpu: str, dtype: str, context: int, batch: int, weights: str | None = None) -> str:
+    """A piece of work as names of campaigns begin with it: `llama3-8b-h200-bf16-int4-c512-b8`. Of a directory, it has
+    the last part."""
+    stored = "" if weights in (None, dtype) else f"-{weights}"
+    return f"{Path(model).name}-{gpu}-{dtype}{stored}-c{context}" + (f"-b{batch}" if batch > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Follower:
         name, now = campaign.name, time.monotonic()
         live = not last and (self.running or name in self._seen)
         if self.found is not None and len(self.names) == 1:
-            self.found(self.mirror.page(campaign))
+            self.found(self.mirror.page(campaign, goes_on=live))
             self.found = None
         written = self.mirror.sync(campaign, records, self.children, self.views, live=live, files=files)
         self._seen[name] = len(records)

@@ -10,23 +10,42 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.ir.show import escaped
+from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import KINDS, best_so_far
-from flywheel.store.campaign import Campaign
+from flywheel.store.campaign import DEFAULT_CONTEXT, Campaign, work_key
 
+_MOST_NAME: Final = 250
+"""Most characters of a name of a run or a parameter."""
 MAX_VALUE: Final = 500
 """Most characters of a parameter: every MLflow server since 1.x takes that many."""
 
+KEY: Final = "flywheel.key"
+CAMPAIGNS: Final = f"tags.`{KEY}` LIKE '%'"
+"""The tag with a campaign's key, and MLflow's query for runs that have it, which are not those of single trials."""
+
 BEST: Final = "best_us"
 FRACTION: Final = "floor_fraction"
-"""Series of the best so far and of its share of the floor, by kind: `best_us/measured`. MLflow charts series in the
-order of their names, so these come first."""
+RATE: Final = "tokens_per_s"
+"""Series of the best so far, of its share of the floor and of its tokens a second, by kind: `best_us/measured`. MLflow
+charts series in the order of their names, so the best comes first."""
+GAINED: Final = "gained/percent"
+"""What the search gained over the best that was known before it."""
+KNOB: Final = "knob."
+"""The names of parameters that hold a knob begin with it."""
 
-_WIDE: Final = 170
-"""Pixels of a column in which its name fits."""
+_WIDTHS: Final = MappingProxyType(
+    {BEST: 150, FRACTION: 172, GAINED: 115, "model": 100, "weights": 72, "batch": 60, "gpu": 70, "context": 72}
+)
+"""Pixels of a column, in which its name fits, by the name or by its part before the slash; in the order of columns."""
+_DECIMALS: Final = MappingProxyType({"us": 1, "per_s": 1, "percent": 1, "s": 4, "fraction": 4})
+"""Decimals of a number by its unit, which ends its name or the part of it before a slash."""
+_UNIT: Final = re.compile(rf"[_/]({'|'.join(_DECIMALS)})(?:/|$)")
 
 _ENVIRONMENT: Final = (
     "flywheel_version", "ir_version", "python", "optuna", "host", "commit", "gpu_name", "gpu_driver", "nvrtc",
@@ -51,14 +70,18 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Functions that need the code of the search as well as the rows: `knobs` gives the knobs of each row, by name, or
-    None where they are not known, and `files` the artifacts of a campaign, text by path.
+    """Functions that need the code of the search as well as the rows.
 
-    Both are pure: the same rows give the same text.
+    `knobs` gives the knobs of each row, by name; None where they are not known. `files` gives the artifacts of a
+    campaign, text by path. `gains` says what its search gained: in words, None where that is not known, and as numbers
+    by name.
+
+    All are pure: the same rows give the same text.
     """
 
     knobs: Callable[[Sequence[TrialRecord]], Sequence[Mapping[str, str | int] | None]]
     files: Callable[[Campaign, Sequence[TrialRecord]], Mapping[str, str]]
+    gains: Callable[[Campaign, Sequence[TrialRecord]], tuple[str | None, Mapping[str, float]]]
 
 
 def campaign_key(campaign: Campaign) -> str:
@@ -77,9 +100,34 @@ def campaign_params(campaign: Campaign, records: Sequence[TrialRecord]) -> dict[
 _CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "batch", "weights", "measure", "sampler", "seed", "created_at")
 
 
-def trial_params(record: TrialRecord, knobs: Mapping[str, str | int]) -> dict[str, str]:
+def run_name(campaign: Campaign) -> str:
+    """The name of a campaign's run: the campaign's own. MLflow's list would cut one that a search derived from its work
+    before it differs from others, so that one becomes `llama3-8b int4 b8 h200`: what is usual is left out."""
+    work = campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
+    derived = f"{work_key(*work)}-{campaign.measure}-"
+    if not campaign.name.startswith(derived):
+        return campaign.name[:_MOST_NAME]
+    words = [
+        Path(campaign.model).name,
+        campaign.dtype if campaign.dtype != "bf16" else "",
+        campaign.weights if campaign.weights not in (None, campaign.dtype) else "",
+        f"b{campaign.batch}" if campaign.batch > 1 else "",
+        f"c{campaign.context}" if campaign.context != DEFAULT_CONTEXT else "",
+        campaign.gpu,
+        "predicted" if campaign.measure == "predict" else "",
+        campaign.name.removeprefix(derived).removeprefix("descent-s0").strip("-."),
+    ]
+    return " ".join(word for word in words if word)[:_MOST_NAME]
+
+
+def knob_params(knobs: Mapping[str, str | int] | None) -> dict[str, str]:
+    """A row's knobs as parameters."""
+    return to_params({f"{KNOB}{name}": value for name, value in (knobs or {}).items()})
+
+
+def trial_params(record: TrialRecord, knobs: Mapping[str, str | int] | None) -> dict[str, str]:
     """A trial's knobs, and the ids of its config and its program, as parameters."""
-    return to_params({**knobs, "config_id": record.config_id, "program_id": record.program_id})
+    return knob_params(knobs) | to_params({"config_id": record.config_id, "program_id": record.program_id})
 
 
 def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
@@ -99,31 +147,54 @@ def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
             found |= {"predicted/latency_us": record.predicted_us, f"{record.kind}/latency_us": record.objective_us}
         for kind, holder in best.items():
             found |= {f"{BEST}/{kind}": holder.objective_us, f"{FRACTION}/{kind}": holder.floor_fraction}
-        time_ms = to_ms(record.created_at)
-        yield from (Point(name, value, record.trial, time_ms) for name, value in found.items() if value is not None)
+            assert holder.objective_us is not None  # it is the best
+            found |= {f"{RATE}/{kind}": tokens_per_s(holder.objective_us, holder.batch)}
+        yield from to_points(found, record)
 
 
 def columns(names: Collection[str]) -> str:
-    """The columns of MLflow's list of runs, as the JSON state of its page: best latency and floor fraction of each kind
-    that occurs among the series `names`. Source: `selectedColumns` of the pages of MLflow 3."""
+    """MLflow's list of runs, as the JSON state of its page: its columns, their widths and its order.
+
+    It has the runs of campaigns, with best latency and floor fraction of each kind that occurs among the series
+    `names`, and is ordered by the first of these latencies. Source: `selectedColumns`, `orderByKey` and `searchFilter`
+    of the pages of MLflow 3.
+    """
     kinds = [kind for kind in KINDS if f"{BEST}/{kind}" in names]
-    shown = [f"metrics.`{series}/{kind}`" for kind in kinds for series in (BEST, FRACTION)]
-    wide = dict.fromkeys(shown, _WIDE)
-    shown += [f"params.`{name}`" for name in ("model", "gpu", "dtype", "context", "batch")]
-    return json.dumps({"selectedColumns": shown, "columnOrder": shown, "columnWidths": wide}, separators=(",", ":"))
+    metrics = [f"{series}/{kind}" for kind in kinds for series in (BEST, FRACTION)] + [GAINED] * (GAINED in names)
+    params = ("model", "weights", "batch", "gpu", "context")
+    shown = [*(f"metrics.`{name}`" for name in metrics), *(f"params.`{name}`" for name in params)]
+    widths = {
+        column: _WIDTHS[name if name in _WIDTHS else name.partition("/")[0]]
+        for column, name in zip(shown, (*metrics, *params), strict=True)
+    }
+    order = {"orderByKey": shown[0], "orderByAsc": True} if kinds else {}
+    state = {"selectedColumns": shown, "columnOrder": shown, "columnWidths": widths, "searchFilter": CAMPAIGNS, **order}
+    return json.dumps(state, separators=(",", ":"))
 
 
-def trial_points(record: TrialRecord) -> list[Point]:
+def trial_points(record: TrialRecord) -> Iterator[Point]:
     """The numbers of one trial."""
+    return to_points({name: getattr(record, name) for name in _NUMBERS}, record)
+
+
+def to_points(numbers: Mapping[str, float | None], record: TrialRecord) -> Iterator[Point]:
+    """Numbers by name as values of series at the step and time of a row, with as many decimals as their unit deserves.
+    Absent ones are left out."""
     time_ms = to_ms(record.created_at)
-    numbers = {name: getattr(record, name) for name in _NUMBERS}
-    return [Point(name, value, record.trial, time_ms) for name, value in numbers.items() if value is not None]
+    for name, value in numbers.items():
+        if value is not None:
+            yield Point(name, _rounded(name, value), record.trial, time_ms)
+
+
+def _rounded(name: str, value: float) -> float:
+    unit = _UNIT.search(name)
+    return value if unit is None else round(value, _DECIMALS[unit[1]])
 
 
 def to_params(values: Mapping[str, Any]) -> dict[str, str]:
     """Names and values in the form that MLflow takes. Absent values are left out."""
     return {
-        re.sub(r"[^\w .:/-]", "_", name)[:250]: str(value)[:MAX_VALUE]
+        re.sub(r"[^\w .:/-]", "_", name)[:_MOST_NAME]: str(value)[:MAX_VALUE]
         for name, value in sorted(values.items())
         if value is not None and str(value)
     }

@@ -10,7 +10,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.util import find_spec
@@ -22,11 +22,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flywheel.errors import MirrorError, UsageError
 from flywheel.installing import install_line
+from flywheel.measure.latency import rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, incumbents, row_name, tied_with, trials_of
 from flywheel.process import default_environment
 from flywheel.store.campaign import Campaign, work_named
 from flywheel.store.mirror import (
+    CAMPAIGNS,
+    KEY,
+    KNOB,
     Point,
     Views,
     campaign_key,
@@ -34,7 +38,10 @@ from flywheel.store.mirror import (
     campaign_points,
     code_span,
     columns,
+    knob_params,
+    run_name,
     to_ms,
+    to_points,
     trial_params,
     trial_points,
 )
@@ -45,7 +52,7 @@ EXPERIMENT: Final = "flywheel"
 CHILDREN: Final = ("all", "kept", "none")
 """Which trials get a run of their own: every one, those that were the best so far, or none."""
 
-_KEY, _TRIAL, _TRIALS, _FILES = "flywheel.key", "flywheel.trial", "flywheel.trials", "flywheel.files"
+_TRIAL, _TRIALS, _FILES = "flywheel.trial", "flywheel.trials", "flywheel.files"
 _PARENT, _NOTE = "mlflow.parentRunId", "mlflow.note.content"
 _TRAINING: Final = {"mlflow.experimentKind": "custom_model_development"}
 """A tag that makes the pages show runs and metrics instead of traces of language models."""
@@ -98,11 +105,15 @@ class Mirror:
         with _reported(self.uri):
             return f"/#/experiments/{self._connect()[1]}/runs?{_WORKFLOW}&viewStateShareKey={_VIEW}"
 
-    def page(self, campaign: Campaign) -> str:
-        """The path, behind a server's address, of the page of one campaign."""
+    def page(self, campaign: Campaign, goes_on: bool = False) -> str:
+        """The path, behind a server's address, of the page of one campaign. Where its search `goes_on`, the page is the
+        one that the campaign will have at its end: a run with the parameters of an earlier end is replaced at once."""
         with _reported(self.uri):
             client, experiment = self._connect()
-            return f"/{_page(experiment, _campaign_run(client, experiment, campaign).info.run_id)}?{_WORKFLOW}"
+            run = _campaign_run(client, experiment, campaign)
+            if goes_on and any(name.startswith(KNOB) for name in run.data.params):
+                run = _replaced(client, experiment, run)
+            return f"/{_page(experiment, run.info.run_id)}?{_WORKFLOW}"
 
     def sync(
         self,
@@ -116,18 +127,30 @@ class Mirror:
     ) -> int:
         """Bring the campaign's run up to date with `records`, its rows by number. Returns how many things it added.
 
-        `live` marks the run as running instead of finished; `files=False` leaves its artifacts as they are.
+        `live` marks the run as running instead of finished; `files=False` leaves its artifacts as they are. A finished
+        run has the best schedule's knobs as parameters, and what the search gained. A server never changes a parameter:
+        where the best has other knobs than at an earlier end, a new run replaces that one.
         """
         with _reported(self.uri):
             client, experiment = self._connect()
             run = _campaign_run(client, experiment, campaign)
-            written = self._write_rows(client, run, campaign_params(campaign, records), campaign_points(records))
+            params, points = campaign_params(campaign, records), list(campaign_points(records))
+            best, gained = best_of(records), None
+            if not live and best is not None:
+                (knobs,) = views.knobs([best])
+                gained, numbers = views.gains(campaign, records)
+                params |= knob_params(knobs)
+                points += to_points(numbers, records[-1])
+            knobs_now = {name: value for name, value in params.items() if name.startswith(KNOB)}
+            if any(run.data.params.get(name, value) != value for name, value in knobs_now.items()):
+                run = _replaced(client, experiment, run)
+            written = self._write_rows(client, run, params, points)
             chosen = {"all": list(records), "kept": incumbents(records), "none": []}[children]
             written += self._write_children(client, experiment, run, chosen, views)
             if files:
                 written += self._write_files(client, run, campaign, records, views)
             report = f"{_page(experiment, run.info.run_id)}/artifacts/{REPORT}?{_WORKFLOW}"
-            note = f"{_describe(campaign, records)} [The report]({report})."
+            note = f"{_describe(campaign, records, gained)} [The report]({report})."
             written += _write_tags(client, run, {_TRIALS: str(len(trials_of(records))), _NOTE: note})
             written += _write_view(client, experiment)
             return written + _write_status(client, run, campaign, records, live)
@@ -155,7 +178,7 @@ class Mirror:
             self._connected = client, found.experiment_id
         return self._connected
 
-    def _write_rows(self, client: Any, run: Any, params: Mapping[str, str], points: Iterator[Point]) -> int:
+    def _write_rows(self, client: Any, run: Any, params: Mapping[str, str], points: Iterable[Point]) -> int:
         from mlflow.entities import Metric, Param
 
         missing: list[Any] = []
@@ -183,8 +206,7 @@ class Mirror:
             known = _children(client, experiment, parent)
         for record, knobs in zip(missing, views.knobs(missing), strict=True):
             child = known[record.trial]
-            params = trial_params(record, knobs or {})
-            self._write_rows(client, child, params, iter(trial_points(record)))
+            self._write_rows(client, child, trial_params(record, knobs), trial_points(record))
             status = "FINISHED" if record.objective_us is not None else "FAILED"
             client.set_terminated(child.info.run_id, status, to_ms(record.created_at))
         return len(missing)
@@ -209,14 +231,24 @@ class Mirror:
 
 def _campaign_run(client: Any, experiment: str, campaign: Campaign) -> Any:
     """The run of a campaign; made if there is none. If two processes made one each, all processes keep the same."""
-    query = f"tags.`{_KEY}` = '{campaign_key(campaign)}'"
+    query = f"tags.`{KEY}` = '{campaign_key(campaign)}'"
     found = list(client.search_runs([experiment], query))
     if not found:
-        client.create_run(experiment, to_ms(campaign.created_at), {_KEY: campaign_key(campaign)}, campaign.name[:250])
+        client.create_run(experiment, to_ms(campaign.created_at), {KEY: campaign_key(campaign)}, run_name(campaign))
         found = list(client.search_runs([experiment], query))
     if not found:
         raise OSError("does not keep a new run: is it an MLflow server?")
     return _settle(client, found)
+
+
+def _replaced(client: Any, experiment: str, old: Any) -> Any:
+    """A new run, without parameters and series, in the place of a campaign's `old` one, whose children it gets."""
+    kept = {name: value for name, value in old.data.tags.items() if name not in (_TRIALS, _FILES)}
+    new = client.create_run(experiment, old.info.start_time, kept, old.info.run_name)
+    for child in _children(client, experiment, old).values():
+        client.set_tag(child.info.run_id, _PARENT, new.info.run_id)
+    client.delete_run(old.info.run_id)
+    return client.get_run(new.info.run_id)
 
 
 def _children(client: Any, experiment: str, parent: Any) -> dict[int, Any]:
@@ -255,8 +287,7 @@ def _write_tags(client: Any, run: Any, tags: Mapping[str, str]) -> int:
 def _write_view(client: Any, experiment: str) -> int:
     """Make the shared view show a column for each kind of latency that some campaign has."""
     tags = client.get_experiment(experiment).tags
-    campaigns = f"tags.`{_KEY}` LIKE '%'"  # not the runs of single trials
-    runs = client.search_runs([experiment], campaigns, max_results=_VIEWED, order_by=["attributes.start_time DESC"])
+    runs = client.search_runs([experiment], CAMPAIGNS, max_results=_VIEWED, order_by=["attributes.start_time DESC"])
     view = columns({name for run in runs for name in run.data.metrics})
     if tags.get(_VIEW_TAG) == view:
         return 0
@@ -289,19 +320,25 @@ def _trial_tags(record: TrialRecord) -> dict[str, str]:
     return {f"flywheel.{name}": value[:2000] for name, value in tags.items() if value is not None}
 
 
-def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
-    """The run's description, in Markdown."""
+def _describe(campaign: Campaign, records: Sequence[TrialRecord], gained: str | None) -> str:
+    """The run's description, in Markdown: the campaign, its best, and what was `gained`, in words."""
     best, count = best_of(records), len(trials_of(records))
     model, gpu, dtype = map(code_span, (campaign.model, campaign.gpu, campaign.dtype))
     stored = campaign.dtype if campaign.weights is None else campaign.weights
     weights = dtype if stored == campaign.dtype else code_span(stored)
-    work = work_named(model, gpu, dtype, campaign.context, campaign.batch, weights)
+    work = f"Campaign {code_span(campaign.name)}, "
+    work += work_named(model, gpu, dtype, campaign.context, campaign.batch, weights)
     if best is None or best.objective_us is None:
         return f"{work}: no feasible schedule in {count} trials."
     floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"
-    said = f"**{best.kind}** {best.objective_us:,.1f} us a token{floor}"
+    kind, took = best.took.split(" ", 1)
+    step = "token" if campaign.batch == 1 else "step"
+    rate = tokens_per_s(best.objective_us, campaign.batch)
+    tokens = rounded(rate) if best.is_predicted else f"{rate:,.0f}"
+    said = f"**{kind}** {took} a {step} ({tokens} tokens/s){floor}"
     tied = ", ".join(row_name(record, records) for record in tied_with(best, records))
-    return f"{work}: {said}; {row_name(best, records)}, of {count} trials{f'; **tied** with {tied}' if tied else ''}."
+    said = f"{work}: {said}; {row_name(best, records)}, of {count} trials{f'; **tied** with {tied}' if tied else ''}."
+    return said if gained is None else f"{said} Searching gained {gained}."
 
 
 def _artifact_folder(uri: str) -> str | None:

@@ -116,8 +116,9 @@ def test_a_browser_finds_the_campaign_its_latency_a_plot_the_report_and_the_sche
         expect.set_options(timeout=PATIENCE_MS)
         page.on("request", lambda made: foreign.append(made.url) if made.url.startswith("http") else None)
         page.goto(dashboard.address)
-        for column in ("best_us/predicted", "floor_fraction/predicted", "model", "gpu", "context", "batch"):
+        for column in ("best_us/predicted", "floor_fraction/predicted", "gained/percent", "model", "weights", "batch"):
             expect(page.get_by_role("columnheader", name=column, exact=True).first).to_be_visible()
+        expect(page.get_by_text("Sort: best_us/predicted")).to_be_visible()
         page.get_by_role("link", name="small", exact=True).first.click()
         expect(page.get_by_text("Finished").first).to_be_visible()
         expect(page.get_by_text("us a token").first).to_be_visible()

@@ -15,7 +15,7 @@ from flywheel.store.mirror import Views
 from flywheel.store.sql import Store, open_store
 
 Records = Callable[..., TrialRecord]
-VIEWS = Views(lambda rows: [None for _ in rows], lambda *_: {})
+VIEWS = Views(lambda rows: [None for _ in rows], lambda *_: {}, lambda *_: (None, {}))
 
 
 class Recorder:

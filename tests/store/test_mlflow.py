@@ -18,8 +18,8 @@ from effort import LONG
 
 from flywheel.errors import MirrorError, UsageError
 from flywheel.measure.record import TrialRecord
-from flywheel.store.campaign import Campaign
-from flywheel.store.mirror import Views
+from flywheel.store.campaign import Campaign, work_key
+from flywheel.store.mirror import Views, run_name
 from flywheel.store.mlflow import EXPERIMENT, Mirror
 from flywheel.store.tracking import local_tracking
 
@@ -35,8 +35,12 @@ def files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, st
     return {"best.json": f"{campaign.name} {len(records)}\n", "plots/history.svg": "<svg/>\n"}
 
 
+def gains(_: Campaign, records: Sequence[TrialRecord]) -> tuple[str, Mapping[str, float]]:
+    return "much", {"gained/percent": 12.3456, "gained/known_us": 900.0}
+
+
 NOTE = "mlflow.note.content"
-VIEWS = Views(knobs, files)
+VIEWS = Views(knobs, files, gains)
 
 
 @pytest.fixture
@@ -90,9 +94,10 @@ def test_a_campaign_is_one_run_with_its_series_parameters_and_files(
     assert (params["model"], params["measure"], params["host"]) == ("llama3.2-1b", "predict", "lab")
     assert [value for _, value, _ in history["best_us/predicted"]] == [900.0, 900.0, 800.0, 800.0, 700.0]
     assert [step for step, _, _ in history["best_us/predicted"]] == [0, 1, 2, 3, 4]
-    assert history["floor_fraction/predicted"][-1][1] == pytest.approx(500 / 700)
+    assert history["floor_fraction/predicted"][-1][1] == round(500 / 700, 4)
+    assert history["tokens_per_s/predicted"][-1][1] == round(1e6 / 700, 1)
     assert history["outcomes/rejected"] == [(3, 1.0, 1767323045000)]
-    assert "**predicted** 700.0 us" in tags["mlflow.note.content"]
+    assert "**predicted** 700 us" in tags["mlflow.note.content"]
     assert paths == ["best.json", "plots"]
 
 
@@ -111,8 +116,88 @@ def test_a_run_links_to_its_report_and_the_list_shows_latency_and_floor(
     assert mirror.page(make_campaign()) == f"/{page}?workflowType=machine_learning"
     key = mirror.pages().partition("viewStateShareKey=")[2]
     view = json.loads(experiment.tags[f"mlflow.sharedViewState.{key}"])
-    assert view["selectedColumns"][:2] == ["metrics.`best_us/predicted`", "metrics.`floor_fraction/predicted`"]
-    assert set(view["columnWidths"]) == set(view["selectedColumns"][:2])
+    latency, fraction, gained, *params = view["selectedColumns"]
+    assert [latency, fraction] == ["metrics.`best_us/predicted`", "metrics.`floor_fraction/predicted`"]
+    assert gained == "metrics.`gained/percent`"
+    assert params == [f"params.`{name}`" for name in ("model", "weights", "batch", "gpu", "context")]
+    assert set(view["columnWidths"]) == set(view["selectedColumns"])
+    assert (view["orderByKey"], view["orderByAsc"]) == (latency, True)
+    mirror.sync(make_campaign(), rows, "all", VIEWS)
+    listed = client.search_runs([experiment.experiment_id], view["searchFilter"])
+    assert [run.info.run_name for run in listed] == ["first"]  # and not its trials
+
+
+def test_a_finished_campaign_has_the_knobs_of_its_best_and_what_it_gained(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    Mirror(uri).sync(make_campaign(), rows, "none", VIEWS)
+    _, _, params, tags, history, _ = by_name(uri)["first"]
+    assert {name: value for name, value in params.items() if name.startswith("knob.")} == {
+        "knob.depth": "1", "knob.pages": "none",
+    }  # fmt: skip
+    assert (params["weights"], params["batch"]) == ("BF16", "1")
+    assert [point[:2] for point in history["gained/percent"]] == [(4, 12.3)]
+    assert "Searching gained much." in tags[NOTE]
+    assert "(1,430 tokens/s)" in tags[NOTE]
+
+
+def test_a_campaign_that_goes_on_has_the_knobs_of_its_new_best_and_keeps_its_children(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    """MLflow refuses to change a parameter."""
+    from mlflow import MlflowClient
+
+    campaign, mirror, client = make_campaign(), Mirror(uri), MlflowClient(uri)
+    mirror.sync(campaign, rows[:3], "kept", VIEWS)
+    first = mirror.page(campaign)
+    assert by_name(uri)["first"][2]["knob.depth"] == "2"
+    client.set_tag(first.split("/")[-1].partition("?")[0], "mine", "kept")
+    mirror.sync(campaign, rows, "kept", VIEWS)
+    assert mirror.page(campaign) != first
+    runs = by_name(uri)
+    assert sorted(runs) == ["first", "trial 0", "trial 2", "trial 4"]
+    assert (runs["first"][2]["knob.depth"], runs["first"][3]["mine"]) == ("1", "kept")
+    parent = mirror.page(campaign).split("/")[-1].partition("?")[0]
+    assert {entry[3]["mlflow.parentRunId"] for name, entry in runs.items() if name != "first"} == {parent}
+    assert [step for step, *_ in runs["first"][4]["best_us/predicted"]] == [0, 1, 2, 3, 4]
+    assert mirror.sync(campaign, rows, "kept", VIEWS) == 0
+
+
+def test_the_page_of_a_search_that_goes_on_is_the_one_of_its_end(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    campaign, mirror = make_campaign(), Mirror(uri)
+    mirror.sync(campaign, rows[:3], "none", VIEWS)
+    page = mirror.page(campaign, goes_on=True)
+    mirror.sync(campaign, rows[:4], "none", VIEWS, live=True)
+    assert "knob.depth" not in by_name(uri)["first"][2]
+    mirror.sync(campaign, rows, "none", VIEWS)
+    assert mirror.page(campaign, goes_on=False) == page
+
+
+def test_numbers_have_the_decimals_of_their_unit(uri: str, make_record: Records, make_campaign: Campaigns) -> None:
+    row = make_record(trial=0, predicted_us=700.123456789, floor_us=500.0, floor_fraction=500.0 / 700.123456789,
+                      ask_s=0.123456789, validate_s=1e-6)  # fmt: skip
+    Mirror(uri).sync(make_campaign(), [row], "all", VIEWS)
+    runs = by_name(uri)
+    shown = {**runs["first"][4], **runs["trial 0"][4]}
+    assert [shown[name][0][1] for name in ("best_us/predicted", "predicted_us", "ask_s", "floor_fraction")] == [
+        700.1, 700.1, 0.1235, 0.7142,
+    ]  # fmt: skip
+
+
+def test_campaigns_that_a_search_named_differ_in_the_first_words_of_their_runs(make_campaign: Campaigns) -> None:
+    def named(tail: str = "-cuda-descent-s0", **changes: Any) -> str:
+        work = {"model": "llama3-8b", "gpu": "h200", "dtype": "bf16", "context": 512, "batch": 1, "weights": None}
+        work |= changes
+        return run_name(make_campaign(name=work_key(**work) + tail, measure="cuda", **work))
+
+    assert named() == "llama3-8b h200"
+    assert named(weights="int4", batch=8) == "llama3-8b int4 b8 h200"
+    assert named(context=4096, gpu="2xh200") == "llama3-8b c4096 2xh200"
+    assert named("-cuda-tpe-s3.2") == "llama3-8b h200 tpe-s3.2"
+    assert named("-cuda-descent-s0.2") == "llama3-8b h200 2"
+    assert run_name(make_campaign(name="my own")) == "my own"
 
 
 def test_syncing_twice_changes_nothing(uri: str, rows: list[TrialRecord], make_campaign: Campaigns) -> None:
@@ -151,7 +236,7 @@ def test_children_are_all_trials_or_the_kept_ones_or_none(
     for trial in trials:
         status, _, params, tags, history, _ = runs[f"trial {trial}"]
         assert status == ("FAILED" if trial == 3 else "FINISHED")
-        assert params["depth"] == str(trial % 3)
+        assert params["knob.depth"] == str(trial % 3)
         assert tags["flywheel.outcome"] == rows[trial].outcome
         assert ("predicted_us" in history) == (trial != 3)
 
@@ -217,8 +302,8 @@ def test_more_points_than_one_request_takes_all_arrive(
     Mirror(uri).sync(make_campaign(), rows, "none", VIEWS)
     history = by_name(uri)["first"][4]
     assert {name: len(points) for name, points in history.items()} == dict.fromkeys(
-        ("outcomes/predicted", "best_us/predicted", "predicted/latency_us"), 700
-    )
+        ("outcomes/predicted", "best_us/predicted", "predicted/latency_us", "tokens_per_s/predicted"), 700
+    ) | {"gained/percent": 1, "gained/known_us": 1}
 
 
 def test_a_server_that_is_not_there_is_one_line(

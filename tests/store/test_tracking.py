@@ -21,7 +21,7 @@ from flywheel.store.sql import open_store
 from flywheel.store.tracking import check_answer, check_tracking, shown
 
 SECRET = "s3cret"
-VIEWS = Views(lambda rows: [None for _ in rows], lambda campaign, records: {})
+VIEWS = Views(lambda rows: [None for _ in rows], lambda campaign, records: {}, lambda *_: (None, {}))
 
 
 @contextmanager
