@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
@@ -182,6 +183,19 @@ def test_the_reference_lists_every_old_spelling(root: Path) -> None:
     told = [[re.findall(r"`(-?-?[a-z-]+)", cell) for cell in row.split("|")[1:4]] for row in rows]
     listed = {(name, old, now[0]) for names, olds, now in told for name in names for old in olds}
     assert listed == {(name, old, new) for name, flags in OLD.items() for old, new in flags.items()}
+
+
+def test_pages_name_the_extras_and_the_python_of_the_distribution(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = {name for page in pages(root) for names in re.findall(r"pip install '\.\[([\w,]+)\]'", prose(page))
+             for name in names.split(",")}  # fmt: skip
+    asked |= {name for page in pages(root) for name in re.findall(r"\bextra `(\w+)`", prose(page))}
+    assert len(asked) > 5 and asked <= project["optional-dependencies"].keys()
+    told = prose(root / "README.md")
+    assert [
+        name for name in project["optional-dependencies"] if not re.search(rf"`{name}`|[\[,]{name}[\],]", told)
+    ] == []
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in told
 
 
 @pytest.mark.parametrize(
