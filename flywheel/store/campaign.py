@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.ir.files import parse_json
-from flywheel.ir.show import show
+from flywheel.ir.show import escaped, show
 from flywheel.measure.columns import fault_of
+from flywheel.measure.latency import rounded
 from flywheel.measure.record import is_json_object
 
 DEFAULT_CONTEXT: Final = 512
@@ -37,7 +38,7 @@ _SPEC_TYPES: Final = MappingProxyType(
 they pass unchecked."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Campaign:
     """One search. `context` counts rows of the KV cache, `batch` the sequences that one step decodes. `weights` names
     the format of the matrices; None becomes `dtype`. `spec` is its options as JSON; `created_at` is a time in UTC
@@ -76,6 +77,9 @@ class Campaign:
             if kinds is not None and type(value) not in kinds:
                 raise ValueError(f"campaign {show(self.name)}: spec has {name} {show(value)}")
 
+    def __repr__(self) -> str:
+        return f"<Campaign {escaped(f'{self.name}: {self.work}, {self.measure}, {self.created_at[:10]}')}>"
+
     @property
     def work(self) -> str:
         """The piece of work that it searched, in words."""
@@ -95,7 +99,7 @@ def work_key(model: str, gpu: str, dtype: str, context: int, batch: int, weights
     return f"{Path(model).name}-{gpu}-{dtype}{stored}-c{context}" + (f"-b{batch}" if batch > 1 else "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CampaignSummary:
     """A campaign with the number of its trials, in all and by outcome, and its best latency of each kind in us:
     measured into this store, imported, predicted; None if there is none.
@@ -110,3 +114,10 @@ class CampaignSummary:
     best_measured_us: float | None
     best_imported_us: float | None
     best_predicted_us: float | None
+
+    def __repr__(self) -> str:
+        timed = (("measured", self.best_measured_us), ("imported", self.best_imported_us))
+        best = [f"{kind} {us:,.1f} us" for kind, us in timed if us is not None]
+        best += [] if self.best_predicted_us is None else [f"predicted {rounded(self.best_predicted_us)} us"]
+        said = ", ".join(best)
+        return f"<CampaignSummary {escaped(self.campaign.name)}: {self.trials:,} trials, {said or 'nothing feasible'}>"

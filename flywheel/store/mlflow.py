@@ -129,21 +129,21 @@ class Mirror:
 
         `live` marks the run as running instead of finished; `files=False` leaves its artifacts as they are. A finished
         run has the best schedule's knobs as parameters, and what the search gained. A server never changes a parameter:
-        where the best has other knobs than at an earlier end, a new run replaces that one.
+        where the best has other knobs by now, a new run replaces that one.
         """
         with _reported(self.uri):
             client, experiment = self._connect()
             run = _campaign_run(client, experiment, campaign)
             params, points = campaign_params(campaign, records), list(campaign_points(records))
             best, gained = best_of(records), None
-            if not live and best is not None:
-                (knobs,) = views.knobs([best])
-                gained, numbers = views.gains(campaign, records)
-                params |= knob_params(knobs)
-                points += to_points(numbers, records[-1])
-            knobs_now = {name: value for name, value in params.items() if name.startswith(KNOB)}
-            if any(run.data.params.get(name, value) != value for name, value in knobs_now.items()):
+            knobs = {} if best is None else knob_params(views.knobs([best])[0])
+            known = {name: value for name, value in run.data.params.items() if name.startswith(KNOB)}
+            if known and knobs and known != knobs:
                 run = _replaced(client, experiment, run)
+            if not live and best is not None:
+                gained, numbers = views.gains(campaign, records)
+                params |= knobs
+                points += to_points(numbers, records[-1])
             written = self._write_rows(client, run, params, points)
             chosen = {"all": list(records), "kept": incumbents(records), "none": []}[children]
             written += self._write_children(client, experiment, run, chosen, views)

@@ -204,13 +204,18 @@ def test_a_path_that_cannot_be_written_is_one_line_and_leaves_no_file(found: Sea
 
 
 def test_results_rows_and_configs_are_short_lines(found: SearchResult) -> None:
-    shown = [repr(each) for each in (found, found.best, found.config, found.answer, found.gained)]
+    with flywheel.open_store(found.store) as store:
+        (summary,) = store.campaigns()
+    results = (found, found.best, found.config, found.answer, found.gained, summary.campaign, summary)
+    shown = [repr(each) for each in results]
     assert [line for line in shown if len(line) > 200 or not line.isprintable()] == []
     assert shown[0].startswith("<SearchResult guess: predicted ")
     assert f"us by shipped schedule {SHIPPED_NAME}>" in shown[0]
     assert found.best is not None
     assert shown[1] == f"<TrialRecord 'guess', trial {found.best.trial}: {found.best.took}>"
     assert shown[2] == f"<ScheduleConfig {found.best.config_id}>"
+    assert shown[5].startswith("<Campaign guess: llama3.2-1b on h100, bf16, context 512, predict, 20")
+    assert shown[6] == f"<CampaignSummary guess: 3 trials, {found.best.took}>"
 
 
 def test_a_notebook_shows_small_tables_in_which_names_are_text(found: SearchResult) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,22 @@ def test_a_campaign_that_goes_on_has_the_knobs_of_its_new_best_and_keeps_its_chi
     assert {entry[3]["mlflow.parentRunId"] for name, entry in runs.items() if name != "first"} == {parent}
     assert [step for step, *_ in runs["first"][4]["best_us/predicted"]] == [0, 1, 2, 3, 4]
     assert mirror.sync(campaign, rows, "kept", VIEWS) == 0
+
+
+def test_no_run_shows_the_knobs_of_an_earlier_best(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    """Whoever opens a dashboard beside a search mirrors it before it ends."""
+    campaign, mirror = make_campaign(), Mirror(uri)
+    mirror.sync(campaign, rows[:3], "none", VIEWS)
+    mirror.sync(campaign, rows[:4], "none", VIEWS, live=True)
+    assert by_name(uri)["first"][2]["knob.depth"] == "2"  # still those of the best
+    mirror.sync(campaign, rows, "none", VIEWS, live=True)
+    assert "knob.depth" not in by_name(uri)["first"][2]
+    gone = replace(VIEWS, knobs=lambda rows: [None for _ in rows])
+    mirror.sync(campaign, rows, "none", VIEWS)
+    mirror.sync(campaign, rows, "none", gone)
+    assert by_name(uri)["first"][2]["knob.depth"] == "1"
 
 
 def test_the_page_of_a_search_that_goes_on_is_the_one_of_its_end(
