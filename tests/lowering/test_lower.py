@@ -16,6 +16,7 @@ from flywheel.ir import (
     GpuTarget,
     MegakernelProgram,
     ScheduleConfig,
+    config_to_dict,
     program_to_json,
     validate,
 )
@@ -82,7 +83,8 @@ def test_other_hash_seeds_give_the_same_bytes(config: ScheduleConfig, spec: Deco
     source = (
         "import pathlib, sys; from flywheel.ir import *; from flywheel.models.spec import DecoderSpec;"
         "from flywheel.models.decoder import decode_step; from flywheel.lowering.lower import lower;"
-        f"print(program_to_json(lower(decode_step({spec!r}, 100), {config!r}, {target!r})), end='')"
+        f"config = config_from_dict({config_to_dict(config)!r});"
+        f"print(program_to_json(lower(decode_step({spec!r}, 100), config, {target!r})), end='')"
     )
     text = program_to_json(lower(decode_step(spec, 100), config, target))
     for seed in sample(("0", "1", "31415")):
