@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
@@ -26,6 +26,9 @@ from flywheel.cost_model.band import band_of
 from flywheel.errors import UsageError
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.search.workload import Workload
 
 SHOWN: Final = 8
 """How many differences from the incumbent the text shows."""
@@ -86,7 +89,7 @@ def evaluate(
     if as_json:
         show_json(document)
     else:
-        _show(document)
+        _show(document, _measured_before(workload, config.config_id) if document["latency_us"] is None else None)
     if document["outcome"] not in ("measured", "predicted"):
         ctx.exit(REJECTED)
 
@@ -95,7 +98,19 @@ def _disturbed(strangers: int | None) -> str | None:
     return f"strangers ({strangers}): others computed on the GPU, so the time is doubtful" if strangers else None
 
 
-def _show(document: dict[str, Any]) -> None:
+def _measured_before(workload: Workload, config_id: str) -> str | None:
+    """What the shipped schedule of this very work took, which goes before any prediction; None where there is none."""
+    from flywheel.search.knowledge.known import best_known
+
+    known = best_known(workload, None)
+    if known is None:
+        return None
+    whose = "this schedule" if known.config.config_id == config_id else known.words
+    took = us_a_token(known.latency_us, workload.batch)
+    return f"{took} by {whose}, on {known.measured_on}; no prediction beats that"
+
+
+def _show(document: dict[str, Any], measured: str | None) -> None:
     latency_us = document["latency_us"] or document["predicted_us"]
     work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch", "weights")))
     verdict = document["outcome"].replace("_", " ")
@@ -115,6 +130,7 @@ def _show(document: dict[str, Any]) -> None:
         against = f"trial {best['trial']} of {best['campaign']}, {shown(best_us)}"
         against += ", imported" if best["imported_from"] is not None else ""
         against += f"; this is {best['speedup']:.3f}x as fast" if best["speedup"] is not None else ""
+        against += ", by predictions" if best["latency_us"] is None and best["speedup"] is not None else ""
         if best["rival_us"] is not None:
             against += f", in turn, where that took {us(best['rival_us'])}: "
             against += f"{best['gain_low_us']:,.1f} to {best['gain_high_us']:,.1f} us less (99 % interval)"
@@ -128,6 +144,7 @@ def _show(document: dict[str, Any]) -> None:
                 ("disturbed", _disturbed(document["strangers"])),
                 ("config", document["config_id"]),
                 ("program", document["program_id"]),
+                ("measured", measured),
                 ("incumbent", against),
                 ("changed", None if changed is None else f"from the incumbent: {', '.join(knobs) or 'nothing'}"),
             ]
