@@ -121,7 +121,7 @@ class Search:
     def complaints(self) -> list[str]:
         """What it says on stderr beside its progress."""
         lines = (self._said / "err").read_text(encoding="utf-8").splitlines()
-        return [line for line in lines if line and not line.startswith(("trial ", "Latencies ", str(self._folder)))]
+        return [line for line in lines if line and not line.startswith(("trials ", "Latencies ", str(self._folder)))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class PlainLines:
             standing = f"best {found}, trial {best.trial}"
         width = len(str(self._spec.trials))
         pace = f"  {progress.new_trials / progress.elapsed_s:.1f} trials/s" if progress.elapsed_s > SETTLED_S else ""
-        note(f"{progress.trials:>{width}}/{self._spec.trials} trials  {standing}{pace}")
+        note(f"trials {progress.trials:>{width}}/{self._spec.trials}  {standing}{pace}")
 
     def drain(self) -> None:
         """Write that the search will stop. A signal handler must not use buffered streams."""

@@ -37,7 +37,7 @@ def start_and_interrupt(number: signal.Signals, *options: str) -> tuple[int, str
     seen = []
     for line in process.stderr:
         seen.append(line)
-        if "/500 trials" in line:
+        if line.startswith("trials "):
             break
     process.send_signal(number)
     out, err = process.communicate(timeout=HANG_S)

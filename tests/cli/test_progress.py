@@ -98,7 +98,7 @@ def test_plain_lines_speak_of_improvements_only(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 2
-    assert " 8/40 trials  best 1,000 us predicted, 80.0 % of floor, trial 7" in shown.err
+    assert "trials  8/40  best 1,000 us predicted, 80.0 % of floor, trial 7" in shown.err
 
 
 def test_plain_lines_break_a_long_silence(
