@@ -15,6 +15,7 @@ from flywheel.cli.options import DEFAULTS, STDOUT, check_writable
 from flywheel.cli.text import note, size, us_of
 from flywheel.decode.notes import Note, notes_of_defaults, notes_of_model
 from flywheel.errors import UsageError
+from flywheel.installing import lacking
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import resolve_model
@@ -91,6 +92,8 @@ def _write(
     Raises UsageError where `output` is missing or not new, where the model is no checkpoint, and as `make_bundle` and
     `write_folder`.
     """
+    if (missing := lacking("export --format bundle", ["torch", "safetensors"])) is not None:
+        raise UsageError(missing)
     from flywheel.decode.bundling import make_bundle
     from flywheel.lowering.lower import lower
     from flywheel.models.catalog import model_path

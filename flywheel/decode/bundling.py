@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flywheel.decode.interface import read_interface
+from flywheel.decode.source import open_source
 from flywheel.decode.stored import Stored, is_stored, open_stored, sample_of, tensor_digest
 from flywheel.decode.unpacked import LAYOUTS, elements, part_of, stored_name
 from flywheel.errors import InvalidProgramError, UsageError
@@ -44,7 +45,8 @@ def make_bundle(
 
     Raises UsageError for a checkpoint quantised in a layout that `unpacked` does not know, for a program with quantised
     matrices where the checkpoint has none, and for several ranks or lanes; InvalidProgramError for an unsafe program;
-    WeightsError, TensorError, ConfigError and KernelCompileError.
+    WeightsError, also for a checkpoint that `open_source` refuses and for weights that are not finite, TensorError,
+    ConfigError and KernelCompileError.
     """
     if program.ranks > 1:
         raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank")
@@ -55,6 +57,7 @@ def make_bundle(
     if not result.ok:
         raise InvalidProgramError(f"program: {result.errors[0]}")
     interface, packed = read_interface(program, spec), pack(program)
+    open_source(str(folder)).check_weights(interface.dtype)  # else the bundle would run what nothing else runs
     variant, target = packed.variant, program.target
     assert target is not None
     kernel = compile_kernel(

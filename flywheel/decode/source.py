@@ -77,6 +77,18 @@ class Source:
         moved = ((key, tensor, typed(key, tensor, dtype, scales).to(device)) for key, tensor in self.stored.items())
         return {key: require_finite(key, tensor, stored) for key, stored, tensor in moved}
 
+    def check_weights(self, dtype: DType) -> None:
+        """Read all weights of the checkpoint, one after the other. Raises WeightsError for one that is not finite in
+        `dtype`."""
+        if self.stored is None:
+            return
+        scales = DType.F32
+        if self.scheme is not None and (usual := self.formats(dtype).usual) is not None:
+            scales = usual.scale_dtype(dtype)
+        for key, stored in self.stored.items():
+            converted = stored.to(TORCH_DTYPES[dtype]) if self.scheme is None else typed(key, stored, dtype, scales)
+            require_finite(key, converted, stored)
+
     def weights_on_request(self, dtype: DType, seed: int, device: str) -> WeightsOnRequest:
         """The same for unquantised weights, each made when it is asked for: read from the checkpoint, or drawn. The
         embedding is held."""

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from emulator.bundles import write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from flywheel.ir import ScheduleConfig, config_to_dict
 from flywheel.store.schedule import load_schedule
@@ -87,6 +89,33 @@ def test_a_config_without_a_context_takes_the_models_where_it_is_shorter_than_51
     refused = run(*asked, "--output", "other", "--context", 65)
     assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
     assert "context 65 is not in 1..64" in refused.stderr
+
+
+def _spoil(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][0] = float("nan")
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(_spoil, "'model.norm.weight': nan at [0]"), (_add, "k_scale"), (dict.clear, "embed_tokens")]
+)
+def test_a_checkpoint_that_nothing_else_runs_makes_no_bundle(
+    change: Callable[[dict[str, torch.Tensor]], None], words: str, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    Path("config.json").write_text(json.dumps(config_to_dict(ScheduleConfig())), encoding="utf-8")
+    asked = ("--format", "bundle", "--config", "config.json", "--model", folder, "--gpu", "h200", "--output", "bundle")
+    result = run("export", *asked)
+    assert result.exit_code == 2
+    assert words in result.stderr.splitlines()[-1]
+    assert not Path("bundle").exists()
 
 
 def test_a_server_says_what_is_wrong_with_a_bundle(run: Run, checkpoint: Path) -> None:
