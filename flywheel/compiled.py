@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ import numba
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
-from flywheel.sealed import seal, unseal, write_whole
+from flywheel.sealed import open_plain, read_plain, seal, unseal, write_whole
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
+_LOCK: Final = "flywheel.lock"
 _WAIT_S: Final = 120.0
 """Most wall seconds that another process may take to compile a function. Then this one compiles it, too."""
 _SAY_S: Final = 5.0
@@ -89,7 +91,8 @@ class _Cache(FunctionCache):
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            content = unseal(path.read_bytes())
+            with open_plain(path) as file:
+                content = unseal(read_plain(file))
         except OSError:
             return None
         header, _, data = (content or b"").partition(b"\n")
@@ -109,14 +112,15 @@ class _Cache(FunctionCache):
         begun, patience_s = monotonic(), _SAY_S
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / "flywheel.lock").open("ab")
+            lock = open_plain(folder / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
             self._locks[folder] = lock, 1
             while not _taken(lock) and monotonic() - begun < _WAIT_S:
                 if monotonic() - begun > patience_s:
                     patience_s = _WAIT_S
-                    _say(f"waits for another process that compiles, for {_WAIT_S:g} s at most ({lock.name})")
+                    _say(f"waits for another process that compiles, for {_WAIT_S:g} s at most ({folder / _LOCK})")
                 sleep(_ASK_S)
-        except OSError:  # a file system without locks, or one that is full
+        except OSError as error:  # no regular file, a file system without locks, or one that is full
+            _say(f"does not wait for others that compile: {str(folder / _LOCK)!r}: {error.strerror}")
             return False
         return True
 

@@ -50,16 +50,16 @@ class RequestError(UsageError):
 
 
 class TokenizerError(UsageError):
-    """A file of a tokenizer is at fault, or ends the library that reads it. `fault` is the message without the file's
-    directory."""
+    """A file of a tokenizer is at fault, or ends the library that reads it. `fault` is the message without the
+    checkpoint's directory, which is the file's unless `folder` is given."""
 
-    def __init__(self, file: Path, why: str) -> None:
+    def __init__(self, file: Path, why: str, folder: Path | None = None) -> None:
         super().__init__(f"{str(file)!r}: {why}")
-        self.file, self.why = file, why
-        self.fault = f"{file.name}: {why}"
+        self.file, self.why, self._folder = file, why, folder
+        self.fault = f"{file.relative_to(folder or file.parent)}: {why}"
 
-    def __reduce__(self) -> tuple[type[TokenizerError], tuple[Path, str]]:
-        return type(self), (self.file, self.why)
+    def __reduce__(self) -> tuple[type[TokenizerError], tuple[Path, str, Path | None]]:
+        return type(self), (self.file, self.why, self._folder)
 
 
 class BundleError(UsageError):

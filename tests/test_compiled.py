@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from flywheel.sealed import unseal
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = (
     "import json, outer\n"
@@ -24,6 +26,18 @@ SCRIPT = (
 )
 COMPILED, LOADED = [42, 0, 1], [42, 1, 0]
 """What SCRIPT prints: the value, and how often the code came from the cache, and did not."""
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+STRANGE: dict[str, Callable[[Path], None]] = {"a pipe": os.mkfifo, "a link to a device": endless, "a terabyte": huge}
 
 
 class Place:
@@ -94,6 +108,30 @@ def test_a_damaged_file_is_compiled_again(warm: Place, damage: Callable[[bytes],
     file.write_bytes(damage(whole))
     assert warm.run() == (COMPILED, "")
     assert len(file.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_what_is_no_plain_file_is_not_read_but_replaced(warm: Place, make: Callable[[Path], None]) -> None:
+    (file,) = warm.files("thrice")
+    file.unlink()
+    make(file)
+    assert warm.run() == (COMPILED, "")
+    assert file.lstat().st_size < 1e6
+    assert unseal(file.read_bytes()) is not None
+
+
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_a_lock_that_is_no_plain_file_keeps_nobody_waiting(warm: Place, make: Callable[[Path], None]) -> None:
+    (file,) = warm.files("thrice")
+    file.unlink()
+    lock = file.with_name("flywheel.lock")
+    lock.unlink(missing_ok=True)
+    make(lock)
+    found, said = warm.run()
+    lock.unlink()
+    assert found == COMPILED
+    fact = "no regular file of 256 MiB at most"
+    assert said == f"flywheel: does not wait for others that compile: {str(lock)!r}: {fact}\n"
 
 
 def test_code_of_an_older_function_that_is_inlined_is_not_used(place: Place) -> None:

@@ -19,6 +19,8 @@ from flywheel.installing import install_line
 from flywheel.models.tokenizer_files import PATTERNS
 
 _REPO: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MOST_NAME: Final = 256
+"""Most bytes of the file that names a commit."""
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
 _COPIES: Final = ("*/*.safetensors", "*/*.safetensors.index.json")
 """Patterns of files to leave out: folders of a repository hold copies of the weights in other formats."""
@@ -96,11 +98,16 @@ def _snapshot(owner: Path) -> Path | None:
     with suppress(OSError):
         found = sorted(each for each in (owner / "snapshots").iterdir() if (each / "config.json").is_file())
         reference = owner / "refs" / "main"
-        commit = reference.read_text(encoding="ascii", errors="replace").strip() if reference.is_file() else ""
+        commit = _first_words(reference) if reference.is_file() else ""
         named = [each for each in found if each.name == commit]
         chosen = named or (found if len(found) == 1 else [])
         return chosen[0].resolve() if chosen else None
     return None
+
+
+def _first_words(reference: Path) -> str:
+    with reference.open("rb") as file:
+        return file.read(_MOST_NAME).decode("ascii", "replace").strip()
 
 
 def _cache() -> Path:

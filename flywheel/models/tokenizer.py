@@ -139,14 +139,15 @@ class Tokenizer:
         if "refused" in answer:
             raise RequestError(answer["refused"])
         if "file" in answer:
-            raise TokenizerError(self._folder / answer["file"], answer["why"])
+            raise TokenizerError(self._folder / answer["file"], answer["why"], self._folder)
         if "error" in answer:
             raise self._failure(request, f"fails: {answer['error']}")
         return answer["done"]
 
     def _failure(self, request: Mapping[str, object], why: str) -> TokenizerError:
         """The error of a request that ends the process. A chat template is more likely to loop than a tokenizer."""
-        return TokenizerError(self._folder / ((self._template if "chat" in request else None) or TOKENIZER), why)
+        name = (self._template if "chat" in request else None) or TOKENIZER
+        return TokenizerError(self._folder / name, why, self._folder)
 
     def _line(self, request: Mapping[str, object]) -> bytes:
         """The process's next line, within LIMIT_S, reading while it writes."""

@@ -47,14 +47,15 @@ def main() -> None:
         request = json.loads(line)
         try:
             if loaded is None:
-                loaded = load(Path(request["open"]))
+                folder = Path(request["open"])
+                loaded = load(folder)
                 _answer(answers, done=about(loaded))
             else:
                 _answer(answers, done=done(loaded, request))
         except RequestError as error:
             _answer(answers, refused=str(error))
         except TokenizerError as error:
-            _answer(answers, file=error.file.name, why=error.why)
+            _answer(answers, file=str(error.file.relative_to(folder)), why=error.why)
 
 
 def about(loaded: Any) -> dict[str, Any]:

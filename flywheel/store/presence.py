@@ -11,6 +11,7 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import Final, Protocol
 
 from sqlalchemy import Connection, Engine, text
@@ -98,8 +99,11 @@ class _LockedFile:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds a run's file. An unreadable file counts as held. Removes a file that none holds."""
+    """Whether a process holds a run's file. An unreadable file counts as held. Removes a file that none holds.
+    A pipe, a link or a folder of that name is no run's, and stays."""
     try:
+        if not S_ISREG(path.lstat().st_mode):
+            return False
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False

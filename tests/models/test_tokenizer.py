@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -186,6 +187,17 @@ def test_a_template_that_is_none_is_the_files_fault(template: str, folder: Path)
             tokenizer.chat(HELLO)
         assert caught.value.fault.startswith("chat_template.jinja: chat template: ")
         assert tokenizer.encode("hello") == [0, 1]
+
+
+def test_a_fault_of_a_template_in_a_subfolder_names_the_subfolder(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    file = folder / "additional_chat_templates" / "tool.jinja"
+    file.write_text("{{ messages }}")
+    fact = "no chat template is called default; there are tool"
+    with Tokenizer(folder) as tokenizer, pytest.raises(TokenizerError) as caught:
+        tokenizer.chat(HELLO)
+    assert str(caught.value) == f"{str(file)!r}: {fact}"
+    assert pickle.loads(pickle.dumps(caught.value)).fault == f"additional_chat_templates/tool.jinja: {fact}"
 
 
 @pytest.mark.parametrize(("found", "holds"), [("3.1.5", False), ("3.1.6", True), ("3.2", True), ("4.0.0rc1", True)])

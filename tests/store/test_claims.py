@@ -135,6 +135,18 @@ def test_a_run_whose_file_cannot_be_read_may_be_alive(
     assert (tmp_path / "a.db-run-17").exists()
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_plain_file_is_no_run_and_stays(
+    make: Callable[[Path], None], tmp_path: Path, make_campaign: Callable[..., Campaign]
+) -> None:
+    make(tmp_path / "a.db-run-17")
+    with open_store(tmp_path / "a.db") as store:
+        store.create_campaign(make_campaign())
+        with store.share("first") as claims:
+            assert claims.claim("abc", 0, 9) is Claim.GRANTED
+    assert [path.name for path in tmp_path.glob("a.db-run-*")] == ["a.db-run-17"]
+
+
 def test_rows_that_come_together_take_no_number_of_a_row_under_way(
     postgres_server: Server, make_campaign: Callable[..., Campaign], make_record: Records
 ) -> None:

@@ -11,6 +11,8 @@ from hashlib import sha1, sha256
 from pathlib import Path
 from typing import Final
 
+from flywheel.sealed import open_plain, read_plain
+
 ENTRIES: Final = (("lowering/spreading.py", "_deal"), ("plan/digits.py", "_write"), ("cost_model/events.py", "run"))
 """(source, function) of the compiled functions that Python calls; the rest are inlined there."""
 
@@ -28,9 +30,14 @@ def _is_stored(source: Path, function: str) -> bool:
     try:
         folder, digest = _folder(source), sha256(source.read_bytes()).hexdigest()
         stored = folder.glob(f"{source.stem}.{function}-*.{python}{sys.abiflags}.*.code")
-        return any(digest.encode() in file.read_bytes() for file in stored)
+        return any(_holds(file, digest.encode()) for file in stored)
     except (OSError, RuntimeError):  # RuntimeError: no home
         return False
+
+
+def _holds(path: Path, digest: bytes) -> bool:
+    with open_plain(path) as file:
+        return digest in read_plain(file)
 
 
 def _folder(source: Path) -> Path:

@@ -19,7 +19,7 @@ from flywheel.errors import ConfigError, KernelCompileError
 from flywheel.installing import install_line
 from flywheel.ir import COMPUTE_DTYPES, DType
 from flywheel.plan.variant import WARP
-from flywheel.sealed import seal, unseal, write_whole
+from flywheel.sealed import open_plain, read_plain, seal, unseal, write_whole
 from flywheel.vm.gpu.sources import SOURCES, source_digest
 
 _IMPORTING: Final = Lock()  # two threads that import cuda.core 1.2 at once see it half initialised
@@ -245,10 +245,10 @@ def _first_line(error: Exception) -> str:
 def _read(entry: Path) -> tuple[str, bytes] | None:
     """(log, cubin) of a complete cache entry; None without one, or where somebody else may have written it."""
     try:
-        with entry.open("rb") as file:
+        with open_plain(entry) as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid() or entry.parent.stat().st_mode & stat.S_IWOTH:
                 return None
-            rest = unseal(file.read())
+            rest = unseal(read_plain(file))
     except OSError:
         return None
     if rest is None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +20,19 @@ def test_every_entry_is_a_compiled_function(source: str, function: str) -> None:
 
 def test_an_empty_cache_is_cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert not warmth.is_compiled()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["a pipe", "a device"])
+def test_a_cache_of_no_plain_files_is_cold(
+    make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for source, function in warmth.ENTRIES:
+        folder = warmth._folder(warmth._PACKAGE / source)
+        folder.mkdir(parents=True, exist_ok=True)
+        python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+        make(folder / f"{Path(source).stem}.{function}-1.{python}.1.code")
     assert not warmth.is_compiled()
 
 

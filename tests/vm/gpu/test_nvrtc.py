@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -166,6 +167,21 @@ def test_a_damaged_entry_is_compiled_again(
     monkeypatch.setattr(nvrtc, "_compile", refuse)
     assert tiny(sources, cache) == first
     assert list(cache.iterdir()) == [entry]
+
+
+@pytest.mark.parametrize("strange", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["a pipe", "a device"])
+def test_an_entry_that_is_no_plain_file_is_compiled_again(
+    sources: Path, tmp_path: Path, strange: Callable[[Path], None]
+) -> None:
+    cache = tmp_path / "cache"
+    first = tiny(sources, cache)
+    (entry,) = cache.iterdir()
+    whole = entry.read_bytes()
+    entry.unlink()
+    strange(entry)
+    assert tiny(sources, cache).cubin == first.cubin
+    assert not entry.is_symlink()
+    assert entry.read_bytes() == whole
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(sources: Path, tmp_path: Path) -> None:
