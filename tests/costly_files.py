@@ -152,9 +152,7 @@ COSTLY: Final[Mapping[str, Callable[[Path], Command]]] = MappingProxyType({
     "campaign: a long name": _campaign(lambda: f"name = \"{'x' * 900_000}\"\n"),
     **{
         f"{command[0]}: {name}": _program(make, *command)
-        for command in (("validate", "FILE"), ("inspect", "FILE"), ("diff", "FILE", "FILE"),
-                        ("simulate", "FILE", "--orders", "3"))
+        for command in (("validate", "FILE"), ("inspect", "FILE"), ("diff", "FILE", "FILE"), ("simulate", "FILE"))
         for name, make in _PROGRAMS.items()
-        if (command[0], name) != ("simulate", "readers")  # its simulation compares each read with each writer
     },
 })  # fmt: skip

@@ -17,7 +17,7 @@ from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
 from flywheel.ir.runs import Run, Runs
 from flywheel.ir.serde import load_program, program_from_dict, program_from_json
-from flywheel.ir.simulate import simulate_adversarial, simulate_counters
+from flywheel.ir.simulate import simulate_adversarial, simulate_counters, try_orders
 from flywheel.ir.target import TARGETS, GpuTarget
 from flywheel.ir.tiles import Stretch, Tile, Tiles
 from flywheel.ir.validate import Finding, ValidationResult, validate
@@ -89,5 +89,6 @@ __all__ = [
     "simulate_adversarial",
     "simulate_counters",
     "topological_order",
+    "try_orders",
     "validate",
 ]

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
+from typing import Final
 
 from flywheel.ir.access import (
     MATRIX_OPS,
@@ -26,6 +27,11 @@ from flywheel.ir.lanes import cell_written, cells_read, lanes_of_caches
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 
+_LEAST_ORDERS: Final = 2
+_MOST_COMPARED: Final = 2**23
+"""Writers of a buffer that a read may meet before the last of them has fired, over all reads and orders: some 5 s of a
+core. Reads of real programs come after all writers, and meet none."""
+
 
 def simulate_counters(program: MegakernelProgram) -> tuple[list[int], list[int]]:
     """(ids in firing order, ids that never fire), ignoring SM queues."""
@@ -36,23 +42,32 @@ def simulate_counters(program: MegakernelProgram) -> tuple[list[int], list[int]]
 
 
 def simulate_adversarial(program: MegakernelProgram, seeds: int = 16) -> list[str]:
-    """Early reads, each reported once, in `seeds` firing orders.
+    """The early reads of `try_orders`."""
+    return try_orders(program, seeds)[0]
+
+
+def try_orders(program: MegakernelProgram, seeds: int) -> tuple[list[str], int]:
+    """(early reads, each reported once; the number of firing orders that were tried).
 
     A read is early if no task has written the columns yet, or if a write comes after it in one order and before it in
     another. The first order fires the oldest task first. Of the others, every second one holds back a single writer for
     as long as another task can fire. The rest have random priorities, but for one that fires the newest task first.
     Writers that some reader does not await directly are held back first, those with the fewest waiting tasks before
     others. The program must have passed the checks of operands and params.
+
+    It tries `seeds` orders, but no third or later one once the reads before it met _MOST_COMPARED writers.
     """
     tasks = program.tasks
     watch = _Watch(program)
     suspects = _suspects(tasks, watch.writers)
     seen: dict[str, None] = {}
     for seed in range(seeds):
+        if seed >= _LEAST_ORDERS and watch.compared > _MOST_COMPARED:
+            return list(seen), seed
         priority = _priority(len(tasks), seed, suspects)
         for message in watch.violations(fire(tasks, priority)):
             seen.setdefault(message)
-    return list(seen)
+    return list(seen), seeds
 
 
 def _priority(count: int, seed: int, suspects: Sequence[int]) -> list[float] | None:
@@ -91,7 +106,9 @@ def _suspects(tasks: Sequence[Task], writers: Mapping[int, Sequence[int]]) -> li
 class _Watch:
     """Checks that enough is written before each read, and the same in every order."""
 
-    __slots__ = ("_caches", "_first", "_lanes", "_multi_row", "_program", "_sizes", "writers")
+    __slots__ = (
+        "_caches", "_first", "_lanes", "_multi_row", "_program", "_read", "_sizes", "_written", "compared", "writers",
+    )  # fmt: skip
 
     def __init__(self, program: MegakernelProgram) -> None:
         self._program = program
@@ -101,7 +118,10 @@ class _Watch:
         self._multi_row = multi_row_buffers(program.tasks, buffers)
         self._lanes = lanes_of_caches(program.tasks, buffers)
         self._first: dict[tuple[int, int], list[int]] | None = None
+        self._read: dict[tuple[int, int], list[Region] | None] = {}
+        self._written: dict[tuple[int, int], Region] = {}
         self.writers: dict[int, list[int]] = {}
+        self.compared = 0
         for index, task in enumerate(program.tasks):
             for number in task.outputs:
                 self.writers.setdefault(number, []).append(index)
@@ -140,6 +160,7 @@ class _Watch:
                     found.append(f"{reads}, which nothing else writes")
                     continue
                 behind = [w for w in others if w not in fired and self._overlap(w, index, operand)]
+                self.compared += len(others)
                 if behind:
                     late[index, operand] = behind
                     missed = self._missed(behind, fired.intersection(others), index, operand)
@@ -162,6 +183,13 @@ class _Watch:
         return None
 
     def _columns(self, writer: int, number: int) -> Region:
+        """The columns of a buffer that a task writes, computed once."""
+        found = self._written.get((writer, number))
+        if found is None:
+            found = self._written[writer, number] = self._find_columns(writer, number)
+        return found
+
+    def _find_columns(self, writer: int, number: int) -> Region:
         task, rows = self._program.tasks[writer], self._multi_row.get(number, 1)
         if number in self._lanes:
             return cell_written(task)
@@ -185,6 +213,13 @@ class _Watch:
         return any(start < written[1] and written[0] < end for start, end in regions)
 
     def _regions(self, reader: int, operand: int) -> list[Region] | None:
+        """The columns of an operand that a task reads, computed once; None for all."""
+        key = reader, operand
+        if key not in self._read:
+            self._read[key] = self._find_regions(reader, operand)
+        return self._read[key]
+
+    def _find_regions(self, reader: int, operand: int) -> list[Region] | None:
         task = self._program.tasks[reader]
         if task.inputs[operand] in self._lanes:
             return [cells_read(task)]
