@@ -7,6 +7,7 @@ configurations that AutoGPTQ, GPTQModel, AutoAWQ and llm-compressor write.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -26,10 +27,59 @@ _PLAIN_FORMATS: Final = ("int-quantized", "float-quantized", "naive-quantized")
 _HEAD_NAMES: Final = frozenset({HEAD, *(f"re:{a}{HEAD}{b}" for a in ("", "^", ".*") for b in ("", "$", ".*"))})
 """Names of the head in `ignore`. Patterns are not run, since one may take forever."""
 
+_LITERAL: Final = re.compile(r"[\w.-]*")
+_MOST_PATTERNS: Final = 16
+_MOST_LETTERS: Final = 200
+_MOST_REPETITIONS: Final = 3
+
 _NO_CACHE: Final[tuple[object, ...]] = (None, False, "", "auto", [], {})
 """Values of a field about caches that mean that they are not quantised."""
 
 _INTEGERS: Final = MappingProxyType({4: DType.I4, 8: DType.I8})
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Names and patterns of modules in a `field` of the config that lists those that are not quantised. `parts`: a
+    name also stands for modules below it, and for those whose names it ends.
+
+    Source: transformers 5, `quantizers/quantizers_utils.py` (should_convert_module); compressed-tensors,
+    `utils/match.py`.
+    """
+
+    field: str = ""
+    names: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+    parts: bool = False
+
+    def entry(self, module: str) -> str | None:
+        """The name or pattern that stands for a module; None without one. Patterns that may take long are not run."""
+        alike = {module, "Linear"}
+        if self.parts:
+            ends = {module[place:] for place in range(len(module) + 1)}
+            alike = ends | {module[:place] for place, sign in enumerate(module) if sign == "."}
+        named = sorted(alike & self.names)
+        return named[0] if named else next((each for each in self.patterns if self._is_like(each, module)), None)
+
+    def _is_like(self, pattern: str, module: str) -> bool:
+        boundary = r"(?:(?<=\.)|(?=\.|$))" if self.parts else ""
+        try:
+            return re.match(f"(?:{pattern}){boundary}", module) is not None
+        except (re.error, OverflowError):
+            return False
+
+
+def _left(fields: _Fields, field: str, parts: bool = True) -> Left:
+    given = dict.fromkeys(fields.names(field))
+    patterns = [each for each in given if each.startswith("re:") or (parts and not _LITERAL.fullmatch(each))]
+    quick = [each.removeprefix("re:") for each in patterns if _is_quick(each)]
+    return Left(field, frozenset(given) - {*patterns}, tuple(quick[:_MOST_PATTERNS]), parts)
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a pattern's time is bounded: no repetition in a repetition, and few of them."""
+    repeated = sum(pattern.count(sign) for sign in "*+?{")
+    return len(pattern) <= _MOST_LETTERS and repeated <= _MOST_REPETITIONS and not {"(", "|"} & {*pattern}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +88,8 @@ class Scheme:
 
     With `shifted`, zero points are stored one too low, as by GPTQ's first version. With `activations`, the checkpoint
     asks for quantised activations; flywheel does not quantise them.
+
+    `left` are the modules that the checkpoint says are not quantised.
 
     Whether a matrix with one scale of fp8 is "plain" or "inverse" is known of its files alone: see `of_files`.
     """
@@ -48,6 +100,7 @@ class Scheme:
     head: bool
     shifted: bool = False
     activations: bool = False
+    left: Left = Left()
 
     def formats(self, dtype: DType, scales: DType | None) -> WeightFormats:
         """The formats of a program that computes in `dtype`. Scales of groups keep the type `scales` if they share one;
@@ -147,7 +200,8 @@ def _compressed(fields: _Fields) -> Scheme:
     asked = group.values.get("input_activations") is not None
     if asked:
         group.below("input_activations").one_of("num_bits", (8,), 8)
-    return Scheme("compressed-tensors", "packed" if packed else "plain", own, head, activations=asked)
+    left = _left(fields, "ignore", False)
+    return Scheme("compressed-tensors", "packed" if packed else "plain", own, head, activations=asked, left=left)
 
 
 def _compressed_format(weights: _Fields, packed: bool) -> WeightFormat:
@@ -177,12 +231,14 @@ def _strategy(weights: _Fields) -> tuple[int | None, int | None]:
 def _fp8(fields: _Fields) -> Scheme:
     fields.one_of("fmt", ("e4m3",), "e4m3")
     fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    alias = fields.values.get("modules_to_not_convert") is None
+    left = _left(fields, "ignored_layers" if alias else "modules_to_not_convert")
     size = fields.values.get("weight_block_size")
     if size is None:
-        return Scheme("fp8", "plain", WeightFormat(DType.F8E4M3, None, None), False, activations=True)
+        return Scheme("fp8", "plain", WeightFormat(DType.F8E4M3, None, None), False, activations=True, left=left)
     if size != [BLOCK, BLOCK]:
         raise fields.refusal("weight_block_size", f"[{BLOCK}, {BLOCK}] or null")
-    return Scheme("fp8", "inverse", WeightFormat(DType.F8E4M3, BLOCK, BLOCK), False, activations=True)
+    return Scheme("fp8", "inverse", WeightFormat(DType.F8E4M3, BLOCK, BLOCK), False, activations=True, left=left)
 
 
 def _gptq(fields: _Fields) -> Scheme:
@@ -201,7 +257,8 @@ def _awq(fields: _Fields) -> Scheme:
     fields.one_of("bits", (4,))
     fields.one_of("version", ("gemm", "GEMM"), "gemm")
     zeros = bool(fields.one_of("zero_point", (True, False), True))
-    return Scheme("awq", "awq", WeightFormat(DType.I4, 1, fields.group("group_size"), zeros), False)
+    own = WeightFormat(DType.I4, 1, fields.group("group_size"), zeros)
+    return Scheme("awq", "awq", own, False, left=_left(fields, "modules_to_not_convert"))
 
 
 _READERS: Final[Mapping[str, Callable[[_Fields], Scheme]]] = MappingProxyType(

@@ -7,7 +7,7 @@ The values of a matrix stay exactly those of the checkpoint. Source of the layou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -43,7 +43,8 @@ Stored = dict[str, Wanted]
 def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, Tensor]:
     """The weights of a quantised checkpoint in the form of `models.quantise`, with scales in the type of the file.
 
-    Raises WeightsError as `load_weights`, and for a scale that is not positive and finite, a code that is NaN, zero
+    Raises WeightsError as `load_weights`, and for a scale that is not positive and finite, scales of a matrix that
+    the config says is not quantised, a code that is NaN, zero
     points of a scheme without them, and columns that are not in order.
     """
     names, shapes = tensor_names(path), checkpoint_tensors(spec)
@@ -57,14 +58,16 @@ def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, T
             matrices[key] = shapes[key]
             base = key.removesuffix(".weight")
             _check_groups(key, shapes[key], scheme)
-            wanted |= {f"{base}.{end}": each for end, each in _stored(shapes[key], scheme, base, names).items()}
+            own = {f"{base}.{end}": each for end, each in _stored(shapes[key], scheme, base, names).items()}
+            _check_listed(key, scheme, names & (own.keys() - {key}))
+            wanted |= own
     given = load_tensors(path, {**plain, **wanted}, passed_over=_PASSED_OVER)
     weights = {key: given[key] for key in plain}
     for key, shape in matrices.items():
         base = f"{key.removesuffix('.weight')}."
-        own = {name.removeprefix(base): tensor for name, tensor in given.items() if name.startswith(base)}
-        _check_order(own, shape, scheme, base)
-        codes, scales, zeros = _LAYOUTS[scheme.layout](own, shape, scheme, base)
+        parts = {name.removeprefix(base): tensor for name, tensor in given.items() if name.startswith(base)}
+        _check_order(parts, shape, scheme, base)
+        codes, scales, zeros = _LAYOUTS[scheme.layout](parts, shape, scheme, base)
         _check(base, codes, scales, zeros, scheme)
         weights |= {codes_of(key): codes, scales_of(key): scales if scheme.format.rows == 1 else scales.float()}
         if scheme.format.zeros and zeros is not None:
@@ -78,6 +81,15 @@ def stored_scales(path: Path, scheme: Scheme) -> DType:
     base = layer_weight_key("q_proj", 0).removesuffix("weight")
     names = {"inverse": "weight_scale_inv", "plain": "weight_scale", "packed": "weight_scale"}
     return stored_dtype(path, f"{base}{names.get(scheme.layout, 'scales')}")
+
+
+def _check_listed(key: str, scheme: Scheme, stored: Set[str]) -> None:
+    """Raises WeightsError for a matrix with `stored` scales that the config says is not quantised. Of fp8,
+    transformers then takes the codes for weights on a GPU, and multiplies by the scales on a CPU."""
+    entry = scheme.left.entry(key.removesuffix(".weight"))
+    if entry is not None and stored:
+        told = f"quantization_config.{scheme.left.field} has {ascii(entry)[:60]}"
+        raise WeightsError(f"tensor {key!r} is not to be quantised, since {told}, but is stored as {min(stored)!r} too")
 
 
 def _check_groups(key: str, shape: Shape, scheme: Scheme) -> None:

@@ -267,6 +267,48 @@ def test_zeros_without_effect_are_read_and_their_twins_are_refused(
         assert message in str(caught.value)
 
 
+FP8_FIELD = "modules_to_not_convert"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "entry", "is_named"),
+    [
+        ("fp8 of blocks", FP8_FIELD, "model.layers.0.mlp.up_proj", True),
+        ("fp8 of blocks", FP8_FIELD, "model.layers.0", True),
+        ("fp8 of blocks", FP8_FIELD, "up_proj", True),
+        ("fp8 of blocks", FP8_FIELD, "", True),
+        ("fp8 of blocks", FP8_FIELD, r"model\.layers\.\d+\.mlp", True),
+        ("fp8 of blocks", "ignored_layers", "up_proj", True),
+        ("fp8 of tensors", FP8_FIELD, "up_proj", True),
+        ("awq", FP8_FIELD, "up_proj", True),
+        ("int8 with zeros", "ignore", "model.layers.0.mlp.up_proj", True),
+        ("int8 with zeros", "ignore", "re:.*up_proj$", True),
+        ("int8 with zeros", "ignore", "Linear", True),
+        ("fp8 of blocks", FP8_FIELD, "model.layers.0.mlp.up", False),
+        ("fp8 of blocks", FP8_FIELD, "model.layers.0.input_layernorm", False),
+        ("fp8 of blocks", FP8_FIELD, "lm_head", False),
+        ("fp8 of blocks", FP8_FIELD, "((a*)*)*b", False),
+        ("fp8 of blocks", FP8_FIELD, "[", False),
+        ("int8 with zeros", "ignore", "up_proj", False),
+    ],
+)
+def test_scales_of_a_matrix_that_is_said_to_be_unquantised_are_refused(
+    kind: str, field: str, entry: str, is_named: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {**config["quantization_config"], field: ["lm_head", entry]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not is_named:
+        open_source(str(tmp_path))
+        return
+    with pytest.raises(WeightsError) as caught:
+        open_source(str(tmp_path))
+    told = ascii(entry.removeprefix("re:"))
+    assert f"is not to be quantised, since quantization_config.{field} has {told}, but" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_checkpoint_says_that_its_activations_are_to_be_quantised(tmp_path: Path) -> None:
     write(tmp_path, "int8 with zeros")
     scheme = load_scheme(tmp_path)
