@@ -218,6 +218,14 @@ def limit_work(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (until if most == resource.RLIM_INFINITY else min(until, most), most))
 
 
+def most_descriptors() -> int:
+    """How many descriptors this process may open."""
+    import resource
+
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if most == resource.RLIM_INFINITY else most
+
+
 def usable_cores() -> int:
     """The number of cores that this process may keep busy, by its affinity and its control group's time."""
     able = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

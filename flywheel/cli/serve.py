@@ -118,7 +118,7 @@ def serve(
             served = name or loaded.model
             _announce(loaded, served, listener, as_json)
             with draining(_nothing):  # answers under way may end
-                run(engine, served, key, listener, origins, complain if log_level == "info" else None)
+                run(engine, served, key, listener, complain, origins, complain if log_level == "info" else None)
         finally:
             engine.close()
 

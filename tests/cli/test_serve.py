@@ -57,7 +57,7 @@ def test_the_first_signal_leaves_a_server_that_drains_its_grace(monkeypatch: pyt
 def test_origins_and_the_log_reach_the_server(monkeypatch: pytest.MonkeyPatch, origin: str) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr("flywheel.serve.engine.Engine", Stub)
-    monkeypatch.setattr("flywheel.serve.server.run", lambda *given: asked.append(given[4:]))
+    monkeypatch.setattr("flywheel.serve.server.run", lambda *given: asked.append(given[5:]))
     words = ["--model", "m", "--device", "reference", "--port", "0"]
     assert CliRunner().invoke(serve, words).exit_code == 0
     assert CliRunner().invoke(serve, [*words, "--allow-origin", origin, "--log-level", "info"]).exit_code == 0

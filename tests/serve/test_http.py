@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import h11
 import pytest
 from patience import HANG_S
+from serve.conftest import eventually
 from serve.test_fields import COMPLETION, Echo
 from starlette.testclient import TestClient
 
@@ -121,7 +127,9 @@ def test_no_event_of_a_stream_has_a_character_that_splits_lines(monkeypatch: pyt
 
 
 @contextmanager
-def listening(limits: dict[object, tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+def listening(
+    limits: dict[object, tuple[str, float]], monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None] = print
+) -> Iterator[tuple[str, int]]:
     """The address of a server with other limits, which ends since its engine fails."""
     monkeypatch.setattr(servers, "_LIMITS", MappingProxyType(limits))
     monkeypatch.setattr(servers, "_KEEP_ALIVE_S", 1)
@@ -131,7 +139,7 @@ def listening(limits: dict[object, tuple[str, float]], monkeypatch: pytest.Monke
 
     def serve() -> None:
         try:
-            run(engine, "m", None, listener)
+            run(engine, "m", None, listener, say)
         except FlywheelError as error:
             ended.append(str(error))
 
@@ -217,3 +225,92 @@ def test_an_answer_may_take_longer_than_its_request(monkeypatch: pytest.MonkeyPa
         answer = HTTPResponse(connection)
         answer.begin()
         assert answer.status == 200
+
+
+def asked_for_health(address: tuple[str, int]) -> int:
+    with socket.create_connection(address, timeout=HANG_S) as connection:
+        connection.sendall(GET)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        return answer.status
+
+
+def test_idle_connections_beyond_the_limit_give_way_to_new_ones_and_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers, "_BESIDE", 2)  # with the queue of eight: ten
+    said: list[str] = []
+    with listening({h11.IDLE: ("headers", HANG_S)}, monkeypatch, said.append) as address, ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(address, timeout=HANG_S)) for _ in range(50)]
+        for early in idle[:40]:
+            with suppress(ConnectionResetError):
+                assert early.recv(1) == b""
+        idle[-1].sendall(GET)
+        assert idle[-1].recv(12) == b"HTTP/1.1 200"
+        assert asked_for_health(address) == 200
+    assert said == ["10 connections are open, the most; one without a request is closed for each new one"]
+
+
+def test_a_flood_of_idle_connections_leaves_descriptors_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * (used + 100), limits[1]))
+        address = stack.enter_context(listening({h11.IDLE: ("headers", HANG_S)}, monkeypatch, said.append))
+        flood = "import socket; held = [socket.create_connection(%r) for _ in range(900)]; print(flush=True); input()"
+        with subprocess.Popen(
+            [sys.executable, "-c", flood % (address,)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+        ) as client:  # fmt: skip
+            assert client.stdout is not None
+            assert client.stdout.readline() == b"\n"
+            assert eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) < 2 * used + 150)
+            assert asked_for_health(address) == 200
+            client.communicate(b"\n", HANG_S)
+    assert [line for line in said if "most" not in line] == []
+
+
+def test_a_connection_whose_descriptor_is_kept_for_others_is_closed_at_once() -> None:
+    with bound("127.0.0.1", 0) as listener:
+        listener.highest = 0
+        with socket.create_connection(listener.getsockname(), timeout=HANG_S) as connection:
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            assert connection.recv(1) == b""
+
+
+def test_a_connection_that_cannot_be_accepted_is_one_line_and_the_server_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def no_descriptor(_: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with listening(LATE, monkeypatch, said.append) as address, ExitStack() as stack:
+        assert asked_for_health(address) == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", no_descriptor)
+            waiting = [stack.enter_context(socket.create_connection(address, timeout=HANG_S)) for _ in range(3)]
+            assert eventually(lambda: said != [])
+            time.sleep(1.5)  # the next try
+        waiting[0].sendall(GET)
+        assert waiting[0].recv(12) == b"HTTP/1.1 200"
+    assert said == ["no connection can be accepted: Too many open files; the server tries again every second"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_strangers_send_writes_nothing_to_the_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    upgrade = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    said: list[str] = []
+    with listening(LATE, monkeypatch, said.append) as address:
+        for sent, status in ((upgrade, b"200"), (b"\x16\x03\x01\r\n\r\n", b"400"), (b"GET / HTTP/9\r\n\r\n", b"400")):
+            with socket.create_connection(address, timeout=HANG_S) as connection:
+                connection.sendall(sent)
+                assert connection.recv(12) == b"HTTP/1.1 " + status
+    assert said == []
+    assert capfd.readouterr().err == ""
