@@ -31,7 +31,7 @@ def make_request(
     request = Request(tuple(prompt), max_tokens, stop_ids)
     unknown = next((token for token in prompt if not 0 <= token < spec.vocab), None)
     if unknown is not None:
-        raise UsageError(f"prompt: token {unknown} is not in 0..{spec.vocab - 1}, the vocabulary of {spec.name}")
+        raise UsageError(f"prompt: token {unknown} is not in 0..{spec.vocab - 1}, the model's vocabulary")
     if not prompt:
         raise UsageError("prompt: has no tokens; at least one is needed")
     if len(prompt) > context:

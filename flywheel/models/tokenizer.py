@@ -105,7 +105,7 @@ class Tokenizer:
             raise UsageError(f"a chat needs jinja2 3.1.6 or newer: {install_line('hf')}")
         ids: list[int] | None = self._ask({"chat": [dict(message) for message in messages]})
         if ids is None:
-            raise UsageError(f"{str(self._folder)!r} has no chat template")
+            raise UsageError("messages: the model has no chat template")
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -193,6 +193,11 @@ def _has_jinja() -> bool:
 def has_tokenizer(folder: Path) -> bool:
     """Whether the directory of a checkpoint has a tokenizer."""
     return (folder / TOKENIZER).is_file()
+
+
+def no_tokenizer(field: str) -> UsageError:
+    """The error of a request's field that a model without a tokenizer cannot serve."""
+    return UsageError(f"{field}: the model has no tokenizer; give token ids")
 
 
 def end_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -19,7 +19,7 @@ from flywheel.ir.bundles import is_bundle
 from flywheel.models.catalog import modules_of, resolve_model
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
+from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer, no_tokenizer
 from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
 from flywheel.serve.likely import Likely, Spelled, Speller
 from flywheel.serve.text import Streamer
@@ -196,11 +196,11 @@ class Decoder:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text; token ids are returned as they are. Raises UsageError for text without a tokenizer."""
-        return self._text().encode(prompt) if isinstance(prompt, str) else _ids(prompt)
+        return self._text("prompt").encode(prompt) if isinstance(prompt, str) else _ids(prompt)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation in the model's chat template. Raises UsageError if there is no template."""
-        return self._text().chat(messages)
+        return self._text("messages").chat(messages)
 
     def generate(
         self,
@@ -225,7 +225,7 @@ class Decoder:
         Raises UsageError for a prompt that does not fit. Asking for a piece raises the errors of `Sequences`.
         """
         if stop:
-            self._text()
+            self._text("stop")
         ends = frozenset[int]() if ignore_end else self._stop_ids
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
         return Answer(self._batch, request, sampling, Streamer(stop), self._speller, reuse)
@@ -276,9 +276,9 @@ class Decoder:
         top = tuple(piece.top for piece in made if piece.likely is not None)
         return Completion(text, tokens, answer.finish or "length", answer.prompt_tokens, likely, top)
 
-    def _text(self) -> Tokenizer:
+    def _text(self, field: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise UsageError(f"{self.name}: has no tokenizer; give token ids")
+            raise no_tokenizer(field)
         return self._tokenizer
 
 

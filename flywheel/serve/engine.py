@@ -16,6 +16,8 @@ from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder
 _PAUSES_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0, 60.0)
 """Seconds before each attempt to replace a worker that died: five minutes, in which a machine may get free processes,
 descriptors or memory."""
+_UNTOLD: Final = "it cannot load the model; the server's stderr says why"
+"""What clients are told of a worker that refuses to start, since its reason may name directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Engine:
         self._ready = False
         self._closing = threading.Event()
         self._why = ""  # the last attempt to start a worker failed
+        self._told = ""  # what clients are told of `failed`
         self.restarts = self.context = 0
         self.failed: str | None = None
 
@@ -81,7 +84,7 @@ class Engine:
         if self._closing.is_set():
             return "the server is shutting down"
         if self.failed is not None:
-            return f"no decoding process runs any more: {self.failed}"
+            return f"no decoding process runs any more: {self._told}"
         if not self._ready:
             return f"the decoder is starting again{self._why}; try again later"
         return None
@@ -129,7 +132,8 @@ class Engine:
         try:
             self._listen()
         except BaseException as error:
-            self._give_up(f"{type(error).__name__} in the server's own thread")
+            why = f"{type(error).__name__} in the server's own thread"
+            self._give_up(why, why)
             raise
 
     def _listen(self) -> None:
@@ -155,7 +159,7 @@ class Engine:
 
     def _again(self) -> bool:
         """Replace a worker that died; False if none starts."""
-        why = ""
+        why = told = ""
         for attempt, pause in enumerate(_PAUSES_S, start=1):
             if self._closing.wait(pause):
                 return False
@@ -165,18 +169,19 @@ class Engine:
                 if self._closing.is_set():
                     return False
                 why = str(error)
-                self._why = f" (attempt {attempt} of {len(_PAUSES_S)}: {why})"
+                told = why if isinstance(error, GoneError) else _UNTOLD
+                self._why = f" (attempt {attempt} of {len(_PAUSES_S)}: {told})"
                 self._say(f"attempt {attempt} of {len(_PAUSES_S)} to start a decoding process: {why}")
             else:
                 self._say("another decoding process is ready")
                 return True
-        self._give_up(why)
+        self._give_up(why, told)
         return False
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, told: str) -> None:
         with self._lock:
-            self._ready, self.failed = False, why
-        self._fail(f"no decoding process runs any more: {why}")
+            self._ready, self.failed, self._told = False, why, told
+        self._fail(f"no decoding process runs any more: {told}")
 
     def _tell(self, said: Begun | Part | Ended | Refused) -> None:
         assert said.number is not None

@@ -10,7 +10,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from flywheel.errors import FlywheelError, UsageError
+from flywheel.errors import FlywheelError
+from flywheel.models.tokenizer import no_tokenizer
 
 Text = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a conversation."""
@@ -87,5 +88,5 @@ class PromptReader:
 
     def _tokens(self, text: Text) -> Sequence[int]:
         if self._tokenizer is None:
-            raise UsageError("prompt: the model has no tokenizer; give token ids")
+            raise no_tokenizer("prompt" if isinstance(text, str) else "messages")
         return self._tokenizer.encode(text) if isinstance(text, str) else self._tokenizer.chat(text)

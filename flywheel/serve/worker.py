@@ -130,7 +130,7 @@ def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -
         decoder.advance()
         said: list[Said] = []
         for number in list(answers):
-            if _tell(said, number, answers[number]):
+            if _tell(said, number, answers[number], decoder.name):
                 del answers[number]
         if said:
             connection.send(said)
@@ -180,26 +180,28 @@ def _begin(
             stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
         )  # fmt: skip
     except FlywheelError as error:
-        connection.send([_refused(ask.number, error)])
+        connection.send([_refused(ask.number, error, decoder.name)])
         return
     answer.begin()
     connection.send([Begun(ask.number, answer.prompt_tokens)])
     answers[ask.number] = answer
 
 
-def _refused(number: int, error: FlywheelError) -> Refused:
-    """The end of a request. A fault of the tokenizer's files is not the request's; it names no path of this machine."""
+def _refused(number: int, error: FlywheelError, name: str) -> Refused:
+    """The end of a request, without a file's path or the model's own `name`, which is often its directory's: clients
+    know another one. A fault of the tokenizer's files is not the request's."""
     if isinstance(error, TokenizerError):
         return Refused(number, error.fault, usage=False)
-    return Refused(number, str(error), isinstance(error, UsageError), isinstance(error, ContextError))
+    why = str(error).removeprefix(f"{name}: ")
+    return Refused(number, why, isinstance(error, UsageError), isinstance(error, ContextError))
 
 
-def _tell(said: list[Said], number: int, answer: Answer) -> bool:
+def _tell(said: list[Said], number: int, answer: Answer, name: str) -> bool:
     """Add an answer's new pieces to the messages `said`. Returns whether they were its last."""
     try:
         said += [Part(number, piece) for piece in answer.ready()]
     except FlywheelError as error:
-        said.append(_refused(number, error))
+        said.append(_refused(number, error, name))
         return True
     if answer.finish is None:
         return False

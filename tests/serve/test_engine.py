@@ -72,8 +72,8 @@ def test_requests_are_told_when_no_worker_starts_again(begin: Callable[..., Engi
     assert eventually(lambda: isinstance(heard[-1], Died))
     assert eventually(lambda: engine.failed == "no memory is left")
     assert engine.waiting == 0
-    assert engine.unable == "no decoding process runs any more: no memory is left"
-    with pytest.raises(FlywheelError, match="no decoding process runs any more: no memory is left"):
+    assert engine.unable == f"no decoding process runs any more: {engines._UNTOLD}"  # a reason may name directories
+    with pytest.raises(FlywheelError, match="no decoding process runs any more: it cannot load the model"):
         engine.ask(ASK, heard.append)
 
 
