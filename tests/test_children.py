@@ -66,7 +66,7 @@ def left(children: dict[str, int]) -> list[str]:
     ("state", "number"),
     [
         ("in foreign code", signal.SIGKILL),
-        pytest.param("in a loop", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("in a loop", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("idle", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("in a loop", signal.SIGKILL, marks=pytest.mark.slow),
     ],

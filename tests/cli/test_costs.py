@@ -21,11 +21,13 @@ BRIEF: Final = (
     "campaign: a long number", "validate: readers", "simulate: a ladder",
 )  # fmt: skip
 """Those of a second or two, which always run."""
+TWICE: Final = [name for name in COSTLY if name.startswith("validate: ")]
+"""`simulate` validates the same files first."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BRIEF else pytest.mark.long if FULL else pytest.mark.slow)
-             for name in COSTLY]
+    "name", [pytest.param(name, marks=() if name in BRIEF else pytest.mark.long if FULL and name not in TWICE
+                          else pytest.mark.slow) for name in COSTLY]
 )  # fmt: skip
 def test_a_small_file_costs_little(name: str, tmp_path: Path) -> None:
     words = COSTLY[name](tmp_path)
