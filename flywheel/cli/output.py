@@ -89,4 +89,6 @@ def _flushed(binary: Any) -> bool:
 
 def _await_room(binary: Any) -> None:
     """Sleep until the reader of a full, non-blocking pipe has read some of it."""
-    select.select([], [binary.fileno()], [], _RETRY_S)
+    room = select.poll()  # select.select takes no descriptor above 1023
+    room.register(binary.fileno(), select.POLLOUT)
+    room.poll(1000 * _RETRY_S)

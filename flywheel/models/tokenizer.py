@@ -87,7 +87,11 @@ class Tokenizer:
             self._process = start_child(start)
         except OSError as error:
             raise self._failure({}, f"its process cannot be started: {error.strerror or error}") from None
-        return self._tell({"open": str(self._folder)})
+        try:
+            return self._tell({"open": str(self._folder)})
+        except TokenizerError:
+            self.close()
+            raise
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the model expects around it. Raises RequestError for half
@@ -161,9 +165,10 @@ class Tokenizer:
             _send(process.stdin, said)
         else:
             threading.Thread(target=_send, args=(process.stdin, said), daemon=True).start()
+        answered = select.poll()  # select.select takes no descriptor above 1023
+        answered.register(process.stdout, select.POLLIN)
         while not parts[-1].endswith(b"\n"):
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - monotonic()))
-            if not ready:
+            if not answered.poll(1000 * max(0.0, deadline - monotonic())):
                 raise self._failure(request, f"has no answer after {LIMIT_S:g} s")
             parts.append(process.stdout.read(_READ_BYTES) or b"")
             if not parts[-1]:

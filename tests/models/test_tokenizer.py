@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -278,3 +279,27 @@ def test_a_malformed_config_is_one_line_that_names_the_file(content: bytes, tmp_
     with pytest.raises(UsageError, match=r"generation_config\.json") as caught:
         end_ids(tmp_path, None)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_is_refused_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = []
+    for _ in range(3):
+        with pytest.raises(TokenizerError) as refused:
+            Tokenizer(tmp_path)
+        kept.append(refused.value)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_tokenizer_works_where_a_thousand_descriptors_are_open(folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Tokenizer(folder) as tokenizer:
+            assert tokenizer.encode("hello world") == [0, 1, 2]
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
