@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from flywheel.decode.memory import within_memory
 from flywheel.errors import GpuMemoryError
 from flywheel.ir import DType
 from flywheel.models.eager import OracleWeights
-from flywheel.models.forced import Past, run_forced
+from flywheel.models.forced import LayerByLayer, Past, run_forced
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import WeightsOnRequest
 from flywheel.tensors import TORCH_DTYPES, first_not_finite
@@ -73,7 +73,7 @@ def _first_tensor(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType
 
 
 @dataclass(slots=True)
-class _Watching:
+class _Watching(LayerByLayer):
     """Rounds each tensor to the weights' dtype, as a program with a buffer for each does, and notes the first that is
     not finite. Implements `Hand`, for chunks of one text that begins at position 0."""
 
@@ -82,12 +82,6 @@ class _Watching:
     found: str | None = None
     rows: dict[str, Tensor] = field(default_factory=dict)
     """Keys and values so far by name, [n_kv_heads, positions, head_dim]."""
-
-    def groups(self, n_layers: int) -> Iterable[range]:
-        return (range(layer, layer + 1) for layer in range(n_layers))
-
-    def given(self, layers: range) -> Tensor:
-        raise AssertionError("no layer goes with another")
 
     def take(self, names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
         (name,) = names

@@ -3,7 +3,7 @@ operands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Final
@@ -19,7 +19,7 @@ from flywheel.errors import NonFiniteError, UsageError
 from flywheel.ir import DType
 from flywheel.measure.verdict import Verdict, judge
 from flywheel.models.eager import LayerCache, OracleWeights
-from flywheel.models.forced import Past, run_forced
+from flywheel.models.forced import LayerByLayer, Past, run_forced
 from flywheel.tensors import TORCH_DTYPES
 
 FLAT: Final = 0.25
@@ -187,7 +187,7 @@ def _unlike_argmax(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Drawing:
+class _Drawing(LayerByLayer):
     """Fills `past_rows` from `noise` [2, batch, n_kv_heads, rows, head_dim], and keeps the logits."""
 
     noise: Tensor
@@ -197,12 +197,6 @@ class _Drawing:
     logits: list[Tensor] = field(default_factory=list)
     finite: dict[str, Tensor] = field(default_factory=dict)
     """Whether each row of a tensor is finite, [rows], in the order of the operations."""
-
-    def groups(self, n_layers: int) -> Iterable[range]:
-        return (range(layer, layer + 1) for layer in range(n_layers))
-
-    def given(self, layers: range) -> Tensor:
-        raise AssertionError("no layer goes with another")
 
     def take(self, names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
         (name,) = names

@@ -57,6 +57,18 @@ class Hand(Protocol):
         head_dim] is not."""
 
 
+class LayerByLayer:
+    """The part of a `Hand` that computes each layer alone, after the one before it."""
+
+    __slots__ = ()
+
+    def groups(self, n_layers: int) -> Iterable[range]:
+        return (range(layer, layer + 1) for layer in range(n_layers))
+
+    def given(self, layers: range) -> Tensor:
+        raise AssertionError("no layer goes with another")
+
+
 def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, hand: Hand) -> None:
     """Run every operation, for all layers of a group at once.
 

@@ -92,13 +92,12 @@ class Child:
     def _post(self) -> None:
         """Main function of the sending thread. A pipe that a busy worker does not read blocks only this thread. Where
         it fails, the process ends, since it would wait for requests for ever."""
-        try:
+        with ExitStack() as failing:
+            failing.callback(self._process.kill)
             with suppress(OSError):  # of a process that has died, as who hears it notices
                 while (letter := self._letters.get()) is not None:
                     self._connection.send(letter)
-        except BaseException:
-            self._process.kill()
-            raise
+            failing.pop_all()
 
     def _heard(self) -> Loaded | Refused | list[Said] | None:
         """What the worker says next; None for a beat."""
