@@ -1,9 +1,15 @@
 """Lets everything fail that an installation's first use needs: `python experiments/first_use.py [--rounds N]`.
 
-Each round begins with an empty or a warm cache of compiled code, and lets one fault happen: files of the cache are
-cut, emptied, flipped, exchanged or replaced by garbage; a command is killed (-9) or stopped while it compiles; two
-commands compile at once; the disk is full (where this machine lets a file system be mounted); the home is nowhere. Then
-the same predictions are made: exit code 0, the same latencies, and besides progress only lines of flywheel's own.
+Each round begins with an empty or a warm cache of compiled code, and lets one fault happen:
+
+- The script cuts, empties or exchanges files of the cache, flips their bits or writes garbage into them.
+- It kills (-9) or stops a command that compiles.
+- Two commands compile at once.
+- The disk is full, where this machine lets the script mount a file system.
+- The home is nowhere.
+
+Then the script makes the same predictions as before. It expects exit code 0, the same latencies, and besides progress
+only lines of flywheel's own.
 Prints a line a round. Exits with 1 if anything is wrong.
 """
 
