@@ -26,7 +26,7 @@ from flywheel.search.opening import open_campaign
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.trials.engine import Bench, InlineEngine
-from flywheel.search.trials.evaluate import Seen, evaluate
+from flywheel.search.trials.evaluate import evaluate
 from flywheel.search.trials.predicting import predict_outcome
 from flywheel.search.workload import Workload
 from flywheel.store.sql import open_store
@@ -46,9 +46,8 @@ def make_work(work: Work, layers: int) -> Workload:
     return Workload(model, replace(CATALOG[model], n_layers=layers), TARGETS[gpu], "bf16", CONTEXT)
 
 
-def open_unseen() -> Seen:
+def unseen(_: str) -> None:
     """A look-up that knows nothing, so that every trial is computed."""
-    return lambda _: None
 
 
 def campaign(work: Work, layers: int, trials: int, cold: bool, job: tuple[str, int]) -> Run:
@@ -61,7 +60,7 @@ def campaign(work: Work, layers: int, trials: int, cold: bool, job: tuple[str, i
     space = make_space(workload)
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "store.db") as store:
         name = open_campaign(spec, space, store, fresh=False)
-        engine = InlineEngine(Bench(workload, open_unseen, predict_outcome))
+        engine = InlineEngine(Bench(workload, unseen, predict_outcome))
         CampaignRun(spec, name, space, store, engine, capture_environment()).run(lambda _: None, lambda: False)
         records = store.trials(name)
         best = store.best(measured=False, campaign=name)

@@ -29,7 +29,7 @@ from flywheel.search.opening import open_campaign
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.trials.engine import Bench, InlineEngine
-from flywheel.search.trials.evaluate import Seen, evaluate
+from flywheel.search.trials.evaluate import evaluate
 from flywheel.search.trials.predicting import predict_outcome
 from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
@@ -53,9 +53,8 @@ def workload(work: Work) -> Workload:
     return Workload(model, replace(CATALOG[model], n_layers=LAYERS), TARGETS[gpu], "bf16", CONTEXT)
 
 
-def open_unseen() -> Seen:
-    """A look-up that knows nothing: every trial is computed."""
-    return lambda _: None
+def unseen(_: str) -> None:
+    """A look-up that knows nothing, so that every trial is computed."""
 
 
 def campaign(
@@ -63,7 +62,7 @@ def campaign(
 ) -> tuple[Campaign, list[TrialRecord]]:
     """One campaign beside the best rows of the donors, and its trials."""
     base = CampaignSpec(*work, context=CONTEXT, measure="predict", seed=seed, trials=trials, name="/".join(work))
-    spec, bench = replace(base, **options), Bench(workload(work), open_unseen, predict_outcome)
+    spec, bench = replace(base, **options), Bench(workload(work), unseen, predict_outcome)
     space = make_space(bench.workload)
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "store.db") as store:
         for other, best in donors:

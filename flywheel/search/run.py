@@ -92,7 +92,7 @@ def run_search(
         with (
             Foresight(workload, predictor, spec.predictions, jobs) as foresight,
             _begun(spec, space, foresight, is_calibrated(predictor, workload)) as steering,
-            open_engine(spec, site, workload, store, store_url, predictor) as (engine, environment),
+            open_engine(spec, site, workload, store, predictor) as (engine, environment),
         ):
             name = open_campaign(spec, space, store, fresh, predictor.version)
             sizes = [len(dimension.values) for dimension in space.dimensions]

@@ -254,7 +254,7 @@ def measures(with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
 
     @contextmanager
     def inline(
-        _: object, site: object, workload: Workload, store: Store, store_url: str, predictor: object
+        _: object, site: object, workload: Workload, store: Store, predictor: object
     ) -> Iterator[Any]:
         here = replace(
             capture_environment(), gpu="NVIDIA L4", driver=made.driver, nvrtc=nvrtc_version(), kernels="0123"
@@ -263,7 +263,7 @@ def measures(with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
         def seen(program_id: str) -> TrialRecord | None:
             return look(store, workload.target.name, "bf16", program_id, here)
 
-        yield InlineEngine(Bench(workload, lambda: seen, measure)), here
+        yield InlineEngine(Bench(workload, seen, measure)), here
 
     with_gpu("NVIDIA L4")
     monkeypatch.setattr("flywheel.search.trials.sites.missing_modules", list)

@@ -19,7 +19,7 @@ from emulator.ranks import Peer
 from emulator.sessions import emulated_ranks, emulated_session
 from emulator.test_ranks import lowered
 from safetensors.torch import load_file, save_file
-from spoilt import DOWN, EMBED, after, overflowing
+from spoilt import DOWN, EMBED, after, overflowing, overflowing_after
 
 from flywheel.decode.cuda import CudaSession
 from flywheel.decode.generate import generate
@@ -194,7 +194,7 @@ def tokens_with_errors(decoder: Any, prompts: Sequence[tuple[int, ...]]) -> list
 def test_an_answer_of_a_bundle_ends_alone(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "small")
     file = checkpoint / "model.safetensors"
-    save_file(after(load_file(file), 5), str(file))
+    save_file(overflowing_after(load_file(file), 5), str(file))
     write_folder(tmp_path / "bundle", make_files(checkpoint, program_of(checkpoint)))
     with loaded(tmp_path / "bundle", str(checkpoint)) as decoder:
         (spoilt_tokens, error), (others, none) = tokens_with_errors(decoder, [(9, 5), (3,)])

@@ -19,7 +19,7 @@ from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.trials.engine import Bench, Engine, InlineEngine
 from flywheel.search.trials.evaluate import Evaluation, Measure
-from flywheel.search.trials.predicting import open_seen
+from flywheel.search.trials.predicting import look
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store, open_store
 
@@ -71,7 +71,7 @@ class Lab:
         return CampaignSpec("small", "few", **{**base, **changes})
 
     def bench(self, measure: Measure | None = None) -> Bench:
-        return Bench(self.workload, partial(open_seen, self.url, "few", "bf16"), measure or self.measure)
+        return Bench(self.workload, partial(look, self.store, "few", "bf16"), measure or self.measure)
 
     def campaign(self, spec: CampaignSpec, engine: Engine | None = None, space: Space | None = None) -> CampaignRun:
         space = space or self.space()

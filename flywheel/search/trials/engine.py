@@ -18,7 +18,7 @@ class Bench:
     """What an evaluation needs beside its config."""
 
     workload: Workload
-    open_seen: Callable[[], Seen]
+    seen: Seen
     measure: Measure
 
 
@@ -55,7 +55,6 @@ class InlineEngine:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._seen = bench.open_seen()
 
     def submit(
         self,
@@ -65,7 +64,7 @@ class InlineEngine:
         limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
         """As `Engine.submit`. The evaluation runs when the result is called."""
-        return lambda: _evaluate(config, self._bench, self._seen)
+        return lambda: _evaluate(config, self._bench)
 
     def __enter__(self) -> Self:
         return self
@@ -76,6 +75,6 @@ class InlineEngine:
         """Do nothing: nothing has to end."""
 
 
-def _evaluate(config: ScheduleConfig, bench: Bench, seen: Seen) -> Evaluation:
+def _evaluate(config: ScheduleConfig, bench: Bench) -> Evaluation:
     with no_collector():
-        return evaluate(config, bench.workload, seen, bench.measure)
+        return evaluate(config, bench.workload, bench.seen, bench.measure)

@@ -117,7 +117,7 @@ def _workers(wanted: int, there: int, where: str, what: str) -> int:
 
 @contextmanager
 def open_engine(
-    spec: CampaignSpec, site: Site, workload: Workload, store: Store, store_url: str, predictor: Predictor = STOCK
+    spec: CampaignSpec, site: Site, workload: Workload, store: Store, predictor: Predictor = STOCK
 ) -> Iterator[tuple[Engine, Environment]]:
     """An engine at a site, and the environment of its hosts, or of this process if processes of this machine predict.
 
@@ -125,7 +125,7 @@ def open_engine(
     """
     gpu = workload.gpu
     if spec.measure == "predict" and spec.engine == "local" and (spec.workers or jobs_of(spec.jobs)) == 1:
-        seen = partial(predicting.open_seen, store_url, gpu, spec.dtype, predictor.version)
+        seen = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
         bench = Bench(workload, seen, partial(predicting.predict_outcome, predictor=predictor))
         with InlineEngine(bench) as engine:
             yield engine, capture_environment()

@@ -28,7 +28,7 @@ from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, to_campaign
 from flywheel.search.trials.engine import Bench, InlineEngine
 from flywheel.search.trials.evaluate import Measure
-from flywheel.search.trials.predicting import open_seen
+from flywheel.search.trials.predicting import look
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store, open_store
 from flywheel.vm.gpu.sources import kernels_id
@@ -67,7 +67,7 @@ class Site:
             work.model, work.target.name, work.dtype, work.context, measure="predict", name=name, **settled
         )
         space = make_space(work, spec.fix)
-        bench = Bench(work, partial(open_seen, self.url, spec.gpu, spec.dtype), measure or self._lab.measure)
+        bench = Bench(work, partial(look, self.store, spec.gpu, spec.dtype), measure or self._lab.measure)
         opened = open_campaign(spec, space, self.store, fresh=False)
         run = CampaignRun(spec, opened, space, self.store, InlineEngine(bench), self._lab.environment)
         return run.run(lambda _: None, lambda: False)

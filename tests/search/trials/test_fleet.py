@@ -122,7 +122,7 @@ def test_a_fleet_finds_what_one_process_finds(lab: Any, fleets: Fleets, toy_meas
     def look(program_id: str, environment: object) -> Any:
         return seen(program_id)
 
-    seen = lab.bench().open_seen()
+    seen = lab.bench().seen
     with fleets(Setup(lab.workload, Predicting(toy_measures.smooth)), look) as fleet:
         lab.run(lab.spec(name="fleet", trials=14), fleet)
     lab.run(lab.spec(name="inline", trials=14), InlineEngine(lab.bench()))

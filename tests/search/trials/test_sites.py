@@ -80,7 +80,7 @@ def test_predicted_trials_side_by_side_are_as_many_on_any_number_of_processes(
     spec = lab.spec(jobs=jobs)
     with (
         open_site(spec, lab.workload.target) as site,
-        open_engine(spec, site, lab.workload, lab.store, lab.url) as (engine, _),
+        open_engine(spec, site, lab.workload, lab.store) as (engine, _),
     ):
         assert engine.width == 3
 
@@ -103,7 +103,7 @@ def test_one_process_that_predicts_is_this_one(lab: Any, jobs: int, kind: type) 
     spec = lab.spec(jobs=jobs)
     with (
         open_site(spec, lab.workload.target) as site,
-        open_engine(spec, site, lab.workload, lab.store, lab.url) as (engine, environment),
+        open_engine(spec, site, lab.workload, lab.store) as (engine, environment),
     ):
         assert isinstance(engine, kind)
         assert environment.host
