@@ -18,8 +18,8 @@ from threading import Thread
 from typing import Any, Final, NoReturn
 
 from flywheel.children import start_child, start_program
-from flywheel.decode.rank_processes import run_ranks
 from flywheel.lifetime import die_with_parent
+from flywheel.rivals.rank_processes import run_ranks
 from flywheel.search.trials.forks import fork
 from flywheel.serve.engine import Engine
 from flywheel.vm.client import Client

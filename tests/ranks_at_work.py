@@ -13,8 +13,6 @@ import torch.distributed
 from torch import Tensor
 
 from flywheel.decode.judge import Judge
-from flywheel.decode.rivals import fuse, steps_of
-from flywheel.decode.tensor_parallel import ShardedDecoder, shard_of
 from flywheel.decode.verify import judge_free
 from flywheel.errors import UsageError
 from flywheel.ir import DType
@@ -23,6 +21,8 @@ from flywheel.models.eager import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.process import one_torch_thread
+from flywheel.rivals.tensor_parallel import ShardedDecoder, shard_of
+from flywheel.rivals.torch_decoder import fuse, steps_of
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48

@@ -31,7 +31,6 @@ from flywheel.cli.options import (
 from flywheel.cli.standings import bench_environment, draw, show_bench
 from flywheel.cli.text import note, show_json
 from flywheel.cli.told import KNOWN_RIVALS, rival_names, spoken
-from flywheel.decode.lineup import Plan, Rival, check_rivals, usual_rivals
 from flywheel.errors import (
     ConfigError,
     FlywheelError,
@@ -42,15 +41,16 @@ from flywheel.errors import (
 from flywheel.ir import GpuTarget, MegakernelProgram
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import WeightFormats, parse_formats, weights_name
+from flywheel.rivals.lineup import Plan, Rival, check_rivals, usual_rivals
 from flywheel.store.schedule import Schedule
 from flywheel.vm.gpu.quiet import attendant
 
 if TYPE_CHECKING:
-    from flywheel.decode.contestants import Contests
     from flywheel.decode.notes import Note
-    from flywheel.decode.ranked_contests import RankedContests
     from flywheel.decode.source import Source
     from flywheel.measure.comparison import Comparison
+    from flywheel.rivals.contestants import Contests
+    from flywheel.rivals.ranked_contests import RankedContests
     from flywheel.search.workload import Workload
     from flywheel.store.campaign import Campaign
     from flywheel.vm.gpu.driver import Gpu
@@ -385,10 +385,10 @@ def _compete(
 def _contests(gpus: Sequence[Gpu], work: Work, seed: int, formats: WeightFormats) -> Contests | RankedContests:
     given = work.source, DTYPES[work.dtype], seed, _say, formats
     if len(gpus) > 1:
-        from flywheel.decode.ranked_contests import RankedContests
+        from flywheel.rivals.ranked_contests import RankedContests
 
         return RankedContests(gpus, *given)
-    from flywheel.decode.contestants import Contests
+    from flywheel.rivals.contestants import Contests
 
     return Contests(gpus[0], *given)
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from flywheel.cli.text import ABSENT, pairs, percent, show, show_table, size, us
-from flywheel.decode.lineup import dequantises, label_of
+from flywheel.rivals.lineup import dequantises, label_of
 
 if TYPE_CHECKING:
     from flywheel.measure.comparison import Comparison, Entry
@@ -21,8 +21,8 @@ def bench_environment(gpu: Gpu, ranks: int = 1) -> dict[str, Any]:
 
     `cuda_driver` is the newest CUDA that the driver supports, `cuda_torch` the one that torch was built with.
     """
-    from flywheel.decode.contestants import TORCH_CUDA
     from flywheel.measure.environment import capture_environment
+    from flywheel.rivals.contestants import TORCH_CUDA
     from flywheel.vm.gpu.nvrtc import nvrtc_version
     from flywheel.vm.gpu.sources import kernels_id
 

@@ -8,7 +8,7 @@ from typing import Final
 import click
 from click.core import ParameterSource
 
-from flywheel.decode.lineup import RANK_RIVALS, RIVALS, Rival
+from flywheel.rivals.lineup import RANK_RIVALS, RIVALS, Rival
 
 KNOWN_RIVALS: Final = {**RIVALS, **RANK_RIVALS}
 """Rivals of single-GPU and of multi-GPU programs, by name."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from flywheel.decode.lineup import dequantises, label_of
 from flywheel.measure.comparison import Comparison, Entry, standing
 from flywheel.measure.outcome import outcome_name
 from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
+from flywheel.rivals.lineup import dequantises, label_of
 
 OURS_COLOUR: Final = "#d9631e"
 RIVAL_COLOUR: Final = "#8a96a3"

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import Result
 
-from flywheel.decode.lineup import Rival
 from flywheel.errors import ConfigError, NoGpuError
 from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, config_to_dict
 from flywheel.measure.comparison import Comparison, Entry
@@ -23,6 +22,7 @@ from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured, Rejected
 from flywheel.measure.verdict import judge
 from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.rivals.lineup import Rival
 from flywheel.store.sql import open_store
 from flywheel.vm.gpu.probes import Probed
 
@@ -99,7 +99,7 @@ def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
     monkeypatch.setattr("flywheel.decode.cuda.prepare_torch", lambda: None)
     monkeypatch.setattr("flywheel.vm.gpu.probes.probe", lambda gpu: Probed(2700.0, "some kernel", 1.0))
     monkeypatch.setattr("flywheel.vm.gpu.nvrtc.nvrtc_version", lambda: "13.0")
-    monkeypatch.setattr("flywheel.decode.contestants.Contests", FakeContests)
+    monkeypatch.setattr("flywheel.rivals.contestants.Contests", FakeContests)
     return FakeContests
 
 
@@ -346,7 +346,7 @@ def test_programs_of_two_gpus_have_rivals_over_nccl(
     gpu = card(58)
     monkeypatch.setattr("flywheel.vm.gpu.peers.open_gpus", lambda count: (gpu,) * count)
     monkeypatch.setattr(
-        "flywheel.decode.ranked_contests.RankedContests", lambda gpus, *given: FakeContests(gpus[0], *given)
+        "flywheel.rivals.ranked_contests.RankedContests", lambda gpus, *given: FakeContests(gpus[0], *given)
     )
     asked = ("bench", "--model", "llama3.2-1b", "--config", config, "--context", 64, "--ranks", 2, "--json")
     result = run(*asked)

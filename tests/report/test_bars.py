@@ -5,13 +5,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flywheel.decode.lineup import RANK_RIVALS, RIVALS, Rival
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
 from flywheel.measure.verdict import judge
 from flywheel.report.bars import OURS_COLOUR, RIVAL_COLOUR, bars
 from flywheel.report.svg import standalone
+from flywheel.rivals.lineup import RANK_RIVALS, RIVALS, Rival
 
 PASSED = judge(error=0.01, where="logits", positions=(511,), dtype="BF16")
 WRONG = judge(error=1.0, where="logits", positions=(511,), dtype="BF16")

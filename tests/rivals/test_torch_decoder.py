@@ -8,9 +8,6 @@ import torch
 from effort import pairs, sample
 
 from flywheel.decode.judge import Judge
-from flywheel.decode.lineup import RIVALS, Form, refusal, usual_rivals
-from flywheel.decode.products import Coded, multiply
-from flywheel.decode.rivals import TorchDecoder, fuse, rope_tables, steps_of
 from flywheel.decode.step import Step
 from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import UsageError
@@ -22,6 +19,9 @@ from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import quantise, quantised
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
+from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
+from flywheel.rivals.products import Coded, multiply
+from flywheel.rivals.torch_decoder import TorchDecoder, fuse, rope_tables, steps_of
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48

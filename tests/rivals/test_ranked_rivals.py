@@ -16,18 +16,18 @@ import pytest
 import torch
 from effort import LONG
 
-from flywheel.decode import ranked_rivals
-from flywheel.decode.contestants import Record
 from flywheel.decode.judge import Judge
-from flywheel.decode.lineup import RANK_RIVALS, RIVALS, check_rivals, usual_rivals
-from flywheel.decode.ranked_contests import behind, time_rival
-from flywheel.decode.ranked_rivals import RankedRival, RankedWork
 from flywheel.decode.source import open_source
 from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import FlywheelError, MismatchError, UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN
+from flywheel.rivals import ranked_rivals
+from flywheel.rivals.contestants import Record
+from flywheel.rivals.lineup import RANK_RIVALS, RIVALS, check_rivals, usual_rivals
+from flywheel.rivals.ranked_contests import behind, time_rival
+from flywheel.rivals.ranked_rivals import RankedRival, RankedWork
 
 CONTEXT, RANKS, BATCH = 32, 2, 2
 TINY = {

@@ -11,13 +11,13 @@ import torch
 from effort import LONG, sample
 from ranks_at_work import Case, die_in_company, fail_alone, refuse_in_company, step_each
 
-from flywheel.decode.rank_processes import run_ranks
-from flywheel.decode.rivals import fuse
-from flywheel.decode.tensor_parallel import shard_of
 from flywheel.errors import ConfigError, FlywheelError, NoGpuError, UsageError, WorkerDiedError
 from flywheel.ir import DType
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_weights
+from flywheel.rivals.rank_processes import run_ranks
+from flywheel.rivals.tensor_parallel import shard_of
+from flywheel.rivals.torch_decoder import fuse
 
 LIMIT_S = 300.0
 LLAMA = DecoderSpec("llama", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 128)

@@ -17,13 +17,13 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flywheel.decode.rivals import FusedWeights, TorchDecoder
 from flywheel.decode.source import Weights
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
 from flywheel.models.weights import WeightsOnRequest
+from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder
 
 
 @dataclass(frozen=True, slots=True)

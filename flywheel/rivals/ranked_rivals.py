@@ -17,17 +17,17 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from flywheel.decode.contestants import capture
-from flywheel.decode.lineup import Rival
-from flywheel.decode.rank_processes import Backend, run_ranks
-from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.decode.source import Source, open_source
 from flywheel.decode.step import Step
-from flywheel.decode.tensor_parallel import Shard, ShardedDecoder, shard_of
 from flywheel.errors import FlywheelError, MismatchError, WorkerDiedError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.process import one_torch_thread, sums_as_shipped
+from flywheel.rivals.contestants import capture
+from flywheel.rivals.lineup import Rival
+from flywheel.rivals.rank_processes import Backend, run_ranks
+from flywheel.rivals.tensor_parallel import Shard, ShardedDecoder, shard_of
+from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.vm.gpu.flush import FACTOR
 
 WARMUP: Final = 3

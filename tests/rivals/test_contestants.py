@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from flywheel.decode import contestants
-from flywheel.decode.contestants import Contests, Record, Runner, time_round
-from flywheel.decode.lineup import RIVALS, Plan, refusal
-from flywheel.decode.rivals import fuse
 from flywheel.decode.source import Source
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
@@ -22,6 +18,10 @@ from flywheel.measure.verdict import Verdict, judge
 from flywheel.models.decoder import decode_step
 from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
+from flywheel.rivals import contestants
+from flywheel.rivals.contestants import Contests, Record, Runner, time_round
+from flywheel.rivals.lineup import RIVALS, Plan, refusal
+from flywheel.rivals.torch_decoder import fuse
 from flywheel.vm.gpu.driver import Gpu
 
 Launch = Callable[[], None]

@@ -14,9 +14,7 @@ from torch import Tensor
 from flywheel.decode.bench import judge_latency
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.judge import Examined, Judge
-from flywheel.decode.lineup import Form, Plan, Rival, dequantises, refusal
 from flywheel.decode.memory import asked, is_exhausted, memory_named
-from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.decode.source import Source, Weights
 from flywheel.decode.verify import default_positions, judge_free, judge_repeated
 from flywheel.errors import KernelCompileError
@@ -29,6 +27,8 @@ from flywheel.models.eager import OracleWeights
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.process import sums_as_shipped
+from flywheel.rivals.lineup import Form, Plan, Rival, dequantises, refusal
+from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.timing import Launch, summarise, time_back_to_back, time_contestants

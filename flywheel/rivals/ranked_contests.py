@@ -11,13 +11,10 @@ from typing import Final
 
 import torch
 
-from flywheel.decode.contestants import OURS, Record, Runner, judge_session, time_round
 from flywheel.decode.cuda import CudaModel, prepare_torch
 from flywheel.decode.judge import Judge
-from flywheel.decode.lineup import Plan, Rival
 from flywheel.decode.memory import memory_named
 from flywheel.decode.on_gpu import weights_for
-from flywheel.decode.ranked_rivals import WARMUP, Behind, RankedRival, RankedWork
 from flywheel.decode.source import Source, Weights
 from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import GpuMemoryError, KernelCompileError
@@ -26,6 +23,9 @@ from flywheel.measure.comparison import Comparison, Entry, comparison_of
 from flywheel.measure.outcome import NoMemory, Rejected
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.rivals.contestants import OURS, Record, Runner, judge_session, time_round
+from flywheel.rivals.lineup import Plan, Rival
+from flywheel.rivals.ranked_rivals import WARMUP, Behind, RankedRival, RankedWork
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.timing import summarise

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from flywheel.decode.lineup import Form
-from flywheel.decode.products import Coded, Matrix, join, multiply, tile
 from flywheel.decode.source import Weights
 from flywheel.decode.step import Step, check_rows
 from flywheel.errors import UsageError
@@ -28,6 +26,8 @@ from flywheel.models.eager import LayerCache
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, layer_weight_key, model_weight_key
+from flywheel.rivals.lineup import Form
+from flywheel.rivals.products import Coded, Matrix, join, multiply, tile
 from flywheel.tensors import TORCH_DTYPES
 
 

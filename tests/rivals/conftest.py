@@ -1,0 +1,3 @@
+from small_decoder import gpu, lowered, spec
+
+__all__ = ["gpu", "lowered", "spec"]
