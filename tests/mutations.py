@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+import io
 import json
 from random import Random
 from typing import Any, Final
@@ -134,7 +136,28 @@ def mutated_table(text: str, random: Random, separator: str = "\t") -> bytes:
     """A table changed in its bytes, or in some of its cells, rows and columns."""
     if random.random() < 0.2:
         return mutate_bytes(text.encode(), random)
-    rows = [line.split(separator) for line in text.splitlines()]
+    rows = _mutate_rows([line.split(separator) for line in text.splitlines()], random)
+    return "\n".join(map(separator.join, rows)).encode("utf-8", "surrogatepass")
+
+
+def mutated_csv(text: str, random: Random) -> bytes:
+    """A table of CSV, written in the way of another program, and then as in `mutated_table`."""
+    rows = list(csv.reader(io.StringIO(text, newline="")))
+    if random.random() < 0.5:
+        rows = [[name, *row, name] for name, row in zip(("", *map(str, range(len(rows)))), rows, strict=False)]
+    if random.random() < 0.3:
+        order = random.sample(range(len(rows[0])), len(rows[0]))
+        rows = [[row[place] for place in order] for row in rows]
+    whole = random.random() < 0.2
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, delimiter=random.choice(",,;"), lineterminator=random.choice(("\n", "\r\n", "\r")),
+                        quoting=random.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL)))  # fmt: skip
+    writer.writerows(rows if whole else _mutate_rows(rows, random))
+    data = random.choice((b"", b"\xef\xbb\xbf")) + out.getvalue().encode("utf-8", "surrogatepass")
+    return mutate_bytes(data, random) if whole else data
+
+
+def _mutate_rows(rows: list[list[str]], random: Random) -> list[list[str]]:
     for _ in range(random.randint(1, 3)):
         row = random.randrange(len(rows))
         cell = random.randrange(len(rows[row]))
@@ -152,4 +175,4 @@ def mutated_table(text: str, random: Random, separator: str = "\t") -> bytes:
                 odd = random.choice(ODD)
                 rows[row][cell] = odd if isinstance(odd, str) else str(odd)[:400]
         rows = [each or [""] for each in rows] or [[""]]
-    return "\n".join(map(separator.join, rows)).encode("utf-8", "surrogatepass")
+    return rows

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from chat_templates import Renderers, template
 from click.testing import CliRunner, Result
-from mutations import ODD, mutate_bytes, mutated_json, mutated_table
+from mutations import ODD, mutate_bytes, mutated_csv, mutated_json, mutated_table
 from patience import HANG_S
 from stores_that_compute import TRAPS, spring
 from strange_files import options_file, safetensors_file, sizes_of, tokenizer_file
@@ -87,10 +87,13 @@ class Strangers:
             source.execute("VACUUM INTO ?", (str(self.folder / "one.db"),))  # with what is in its log
         export = ("export", "--campaign", "good", "--store", self.folder / "good.db")
         self._do(*export, "--format", "tsv", "-o", self.folder / "table.tsv")
+        self._do(*export, "--format", "csv", "-o", self.folder / "table.csv")
         self._do(*export, "--format", "schedule", "-o", self.folder / "schedule.json")
         self.program = json.loads((self.folder / "program.json").read_text())
         self.schedule = json.loads((self.folder / "schedule.json").read_text())
         self.table = (self.folder / "table.tsv").read_text()
+        self.csv = (self.folder / "table.csv").read_text()
+
     def _do(self, *words: object) -> None:
         result = CliRunner().invoke(cli, [str(word) for word in words])
         assert result.exit_code == 0, result.output
@@ -164,8 +167,11 @@ class Strangers:
         yield "simulate", self.folder / "program.json", "--machine", "m.json", "--orders", "0"
 
     def _table(self, random: Random) -> Iterator[Sequence[object]]:
-        Path("t.tsv").write_bytes(mutated_table(self.table, random))
-        yield "import", "t.tsv", "--name", "x", "--store", "s.db"
+        if random.random() < 0.5:
+            Path("table").write_bytes(mutated_table(self.table, random))
+        else:
+            Path("table").write_bytes(mutated_csv(self.csv, random))
+        yield "import", "table", "--name", "x", "--store", "s.db"
         if Path("s.db").exists():
             yield from self._read("s.db", "x")
 

@@ -93,13 +93,14 @@ def announce_notes(notes: Sequence[Note]) -> None:
         _announce(each.text)
 
 
-def read_argument(path: str) -> str:
-    """The text of a file, or of stdin for `-`. Raises IrFormatError where it is not UTF-8, too large or unreadable."""
+def read_argument(path: str, newlines: bool = True) -> str:
+    """The text of a file, or of stdin for `-`, as `read_text`. Raises IrFormatError where it is not UTF-8, too large or
+    unreadable."""
     if path != "-":
-        return read_text(Path(path))
+        return read_text(Path(path), newlines=newlines)
     if sys.stdin is None:
         raise IrFormatError("-: stdin is closed")
-    return read_stream(sys.stdin.buffer, path)
+    return read_stream(sys.stdin.buffer, path, newlines=newlines)
 
 
 def _document(path: str) -> Any:

@@ -33,7 +33,7 @@ from flywheel.search.provenance import search_command
 from flywheel.search.spec import check_name
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document
-from flywheel.store.tsv import from_tsv
+from flywheel.store.tsv import is_table, names_batch, read_table
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign
@@ -71,8 +71,9 @@ def import_file(
 ) -> None:  # fmt: skip
     """Make a campaign from a file.
 
-    From a table that flywheel export wrote, the campaign takes the trials, marked as imported: all or none. Repeating
-    the command adds what is missing. If the table has no column batch, --batch says how many sequences a step had.
+    From a table that flywheel export wrote as TSV or CSV, or pandas or a spreadsheet as CSV, the campaign takes the
+    trials, marked as imported: all or none. Repeating the command adds what is missing. If the table has no column
+    batch, --batch says how many sequences a step had.
 
     From an AutoMegaKernel results.tsv or an exported schedule, the campaign takes schedules and no trials. Its search
     tries those schedules first. The file's numbers only order them, and never count as results.
@@ -83,8 +84,8 @@ def import_file(
     if batch is not None and not 1 <= batch <= MAX_BATCH:
         raise UsageError(f"import: --batch {batch} is not in 1..{MAX_BATCH}")
     work["batch"] = batch
-    text = read_argument(path)
-    first = text.split("\n", 1)[0].split("\t")
+    text = read_argument(path, newlines=False)
+    first = text.partition("\n")[0].rstrip("\r").split("\t")
     with open_store(store) as opened:
         if text.lstrip().startswith("{"):
             schedule = _schedule(parse_json(text), path)
@@ -94,7 +95,7 @@ def import_file(
             settled = settle_work("import", work, None)
             table = _foreign(text, read_text(corpus) if corpus is not None else "", path)
             document = _priors(opened, name, settled, measure, table.configs[:best]) | {"skipped": dict(table.skipped)}
-        elif "config_id" in first:
+        elif is_table(text):
             work |= as_stored(work["model"], work["gpu"])
             document = _trials(opened, name, text, path, {"campaign": campaign, **work})
         else:
@@ -113,13 +114,15 @@ def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any
     asked = {column: value for column, value in wanted.items() if value is not None}
     if "weights" in asked:
         asked["weights"] = weights_name(asked["weights"], asked.get("dtype", DEFAULTS["dtype"]))
-    if "batch" not in asked and "batch" not in text.split("\n", 1)[0].rstrip("\r").split("\t"):
+    if "batch" not in asked and not names_batch(text):
         raise UsageError(f"{path}: has no column batch; give --batch, the number of sequences in a step of its trials")
     try:
-        records = from_tsv(text, asked.get("batch"))
+        table = read_table(text, asked.get("batch"))
     except StoreError as error:
         raise UsageError(f"{path}: {error}") from None
-    kept = [record for record in records if all(getattr(record, column) == value for column, value in asked.items())]
+    if table.ignored:
+        note(f"{path}: ignored columns, which are none of a trial's: {', '.join(map(repr, table.ignored))}")
+    kept = [each for each in table.records if all(getattr(each, column) == value for column, value in asked.items())]
     if not kept:
         what = ", ".join(f"{column} {value}" for column, value in asked.items())
         raise UsageError(f"{path}: no trials{f' of {what}' if what else ''}")

@@ -76,19 +76,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def read_text(path: Path, most: int = MAX_FILE_BYTES) -> str:
-    """The text of a file, with line breaks as newlines. Raises IrFormatError where it is unreadable, not UTF-8, or
-    larger than `most` bytes."""
+def read_text(path: Path, most: int = MAX_FILE_BYTES, newlines: bool = True) -> str:
+    """The text of a file, with line breaks as newlines; as they are without `newlines`. Raises IrFormatError where it
+    is unreadable, not UTF-8, or larger than `most` bytes."""
     try:
         with path.open("rb") as stream:
-            return read_stream(stream, str(path), most)
+            return read_stream(stream, str(path), most, newlines)
     except OSError as error:
         raise IrFormatError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:  # a NUL in the path
         raise IrFormatError(f"{str(path)!r}: {error}") from None
 
 
-def read_stream(stream: BinaryIO, name: str, most: int = MAX_FILE_BYTES) -> str:
+def read_stream(stream: BinaryIO, name: str, most: int = MAX_FILE_BYTES, newlines: bool = True) -> str:
     """As `read_text`, for an open file, pipe or device called `name`."""
     raw = stream.read(most + 1)
     if len(raw) > most:
@@ -97,7 +97,7 @@ def read_stream(stream: BinaryIO, name: str, most: int = MAX_FILE_BYTES) -> str:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise IrFormatError(f"{name}: not UTF-8 at byte {error.start}") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+    return text.replace("\r\n", "\n").replace("\r", "\n") if newlines and "\r" in text else text
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

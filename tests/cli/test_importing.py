@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
+from strangers import watched
 
+from flywheel.api.frame import to_dataframe
 from flywheel.interop.amk import schedule_id
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
+from flywheel.measure.record import COLUMNS
 from flywheel.store.sql import open_store
 from flywheel.store.tsv import from_tsv, to_tsv
 
@@ -45,6 +51,65 @@ def test_an_exported_table_comes_back_as_it_was(run: Run, table: str) -> None:
     assert to_tsv(replace(row, imported_from=None) for row in rows) == table
     again = json.loads(run("import", "-", "--name", "small", "--json", stdin=table).stdout)
     assert (again["trials"], again["new_trials"]) == (5, 0)
+
+
+@pytest.mark.parametrize("how", [{}, {"index": False}, {"sep": ";", "decimal": ",", "encoding": "utf-8-sig"},
+                                 {"lineterminator": "\r\n", "quoting": csv.QUOTE_ALL}])  # fmt: skip
+def test_what_a_data_frame_writes_comes_back_as_it_was(
+    run: Run, searched: Path, table: str, how: dict[str, Any]
+) -> None:
+    pytest.importorskip("pandas", reason="the extra pandas is not installed")
+    with open_store(searched) as store:
+        to_dataframe(store.trials("small")).to_csv("frame.csv", **how)
+    result = run("import", "frame.csv", "--name", "small", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["new_trials"] == 5
+    rows = from_tsv(run("export", "--format", "tsv").stdout)
+    assert to_tsv(replace(row, imported_from=None) for row in rows) == table
+
+
+def test_an_exported_csv_comes_back_and_says_which_columns_it_ignores(run: Run, searched: Path, table: str) -> None:
+    exported = run("export", "--format", "csv", "--campaign", "small", "--store", searched).stdout
+    header, *rows = csv.reader(exported.splitlines())
+    out = io.StringIO()
+    csv.writer(out, delimiter=";", lineterminator="\r\n").writerows([[*header, "seen"], *([*row, "x"] for row in rows)])
+    result = run("import", "-", "--name", "small", stdin=out.getvalue())
+    assert result.exit_code == 0
+    assert result.stderr == "-: ignored columns, which are none of a trial's: 'seen'\n"
+    again = json.loads(run("import", "-", "--name", "small", "--json", stdin=table).stdout)
+    assert (again["trials"], again["new_trials"]) == (5, 0)
+
+
+def test_a_csv_with_one_bad_cell_is_refused_in_one_line_and_leaves_no_row(run: Run, searched: Path) -> None:
+    exported = run("export", "--format", "csv", "--campaign", "small", "--store", searched).stdout
+    for old, new, fact in ((",512,1,", ",512,9,", "batch is 9, not in 1..8"),
+                           (",512,1,", ",x,1,", "table line 6: context is 'x', not of type int")):  # fmt: skip
+        before, _, after = exported.rpartition(old)
+        Path("bad.csv").write_text(before + new + after, encoding="utf-8")
+        refused = run("import", "bad.csv", "--name", "forged")
+        assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
+        assert "bad.csv: table line 6: " in refused.stderr
+        assert fact in refused.stderr
+        with open_store("flywheel.db") as store:
+            assert store.campaigns() == []
+
+
+@pytest.mark.parametrize("text", [",", ";;;\n", '"', "a,b\n1,2\n", "config_id", '"config_id', "\ufeff", "config_id,\0"])
+def test_a_text_that_is_no_table_is_refused_in_one_line(run: Run, text: str) -> None:
+    refused = run("import", "-", "--name", "x", stdin=text)
+    assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
+
+
+def test_a_csv_of_a_megabyte_of_separators_or_rows_is_refused_at_once(run: Run) -> None:
+    """Within the time and memory of any file of that size."""
+    columns = ",".join(column.name for column in COLUMNS)
+    ends = ("," * 10**6, "\n" + "," * 10**6, "\n" * 10**6 + ",1", ',"' + "x" * 10**6,
+            ",x" * 400_000 + "\n" + "1,2\n" * 10_000)  # fmt: skip
+    for text in (columns + end for end in ends):
+        Path("large.csv").write_text(text, encoding="utf-8")
+        result, wrong = watched(["import", "large.csv", "--name", "x"])
+        assert result is not None
+        assert (result.exit_code, wrong) == (2, [])
 
 
 def test_the_command_that_it_names_goes_on_from_there(run: Run, table: str) -> None:
