@@ -16,10 +16,10 @@ from dataclasses import replace
 from statistics import median
 
 from flywheel.cli.files import load_config
-from flywheel.decode.bench import CudaBench
 from flywheel.decode.source import open_source
 from flywheel.errors import ConfigError
 from flywheel.ir import ScheduleConfig
+from flywheel.judge.bench import CudaBench
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.floor import floor_fraction, floor_us, weight_bytes_read

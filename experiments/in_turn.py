@@ -30,12 +30,11 @@ from time import monotonic
 from typing import Any
 
 from flywheel.decode.cuda import CudaModel, CudaSession, time_sessions
-from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.errors import ConfigError
 from flywheel.ir import config_from_dict, config_to_dict, validate
+from flywheel.judge.verdicts import Examined, Judge, default_positions, judge_repeated
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.verdict import Verdict

@@ -53,10 +53,11 @@ def timed(owner: Any, name: str, part: str) -> None:
 
 def parts() -> tuple[tuple[Any, str, str], ...]:
     """The parts of starts and trials: (class or module, its function, name)."""
-    from flywheel.decode import bench, cuda, judge
-    from flywheel.decode.compared import Oracle
-    from flywheel.decode.scores import Scores
+    from flywheel.decode import cuda
     from flywheel.decode.source import Source
+    from flywheel.judge import bench
+    from flywheel.judge import verdicts as judge
+    from flywheel.judge.oracle import Oracle, Scores
     from flywheel.vm.gpu import flush, loader, timing
 
     return (

@@ -17,11 +17,11 @@ from mpk_steps import CONTEXT, LLAMA_8B, llama_document
 
 from flywheel.cli.decoding import lower_model
 from flywheel.decode.source import open_source
-from flywheel.decode.trace import trace_step
 from flywheel.interop.mpk.converting import convert
 from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.reading import read_graph
 from flywheel.ir import TARGETS
+from flywheel.judge.trace import trace_step
 
 GRAPHS = Path(__file__).parents[1] / "tests" / "interop" / "mpk" / "graphs"
 SAMPLES = {"q06": "qwen3-0.6b", "l1b": "llama3.2-1b", "llama3-8b": "llama3-8b", "q8b": "qwen3-8b"}

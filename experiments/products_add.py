@@ -18,10 +18,10 @@ from unittest.mock import patch
 import numpy as np
 
 from flywheel.cli.files import load_config
-from flywheel.decode import bench as benches
-from flywheel.decode.bench import CudaBench
 from flywheel.decode.source import open_source
 from flywheel.ir import MegakernelProgram, validate
+from flywheel.judge import bench as benches
+from flywheel.judge.bench import CudaBench
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Measured

@@ -17,8 +17,8 @@ from statistics import median
 
 from flywheel.decode.cuda import LAUNCH_LIMIT_S, CudaModel, CudaSession, prepare_torch
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import verify
 from flywheel.ir import ScheduleConfig
+from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.search.knowledge.chosen import choose_schedule, settle_work
 from flywheel.search.trials.device import gpu_of

@@ -29,11 +29,10 @@ from emulator.sessions import emulated_session
 from lies import LIES, MARGIN, Judges, examine, layers_of, smallest, tell
 from lies_of_formats import lies_of
 
-from flywheel.decode.judge import Judge
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import default_positions
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
+from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import BOUND
 from flywheel.models.catalog import CATALOG

@@ -16,11 +16,10 @@ from statistics import median
 import torch
 
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.judge import Judge
 from flywheel.decode.session import JudgedSession, ReferenceSession
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import default_positions
 from flywheel.ir import TARGETS, DType, ScheduleConfig
+from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import OracleWeights

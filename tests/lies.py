@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.session import ReferenceSession
 from flywheel.ir import Buffer, BufferKind, DType, KvRows, MegakernelProgram, MemSpace, Task, at_position
+from flywheel.judge.verdicts import Examined, Judge
 from flywheel.models.eager import OracleWeights
 from flywheel.models.spec import DecoderSpec, layer_weight_key
 

@@ -12,10 +12,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from flywheel.decode.judge import Judge
-from flywheel.decode.verify import judge_free
 from flywheel.errors import UsageError
 from flywheel.ir import DType
+from flywheel.judge.verdicts import Judge, judge_free
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.spec import DecoderSpec

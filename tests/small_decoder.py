@@ -9,9 +9,9 @@ import pytest
 
 from flywheel.decode.cuda import prepare_torch
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import make_oracle
 from flywheel.errors import NoGpuError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder

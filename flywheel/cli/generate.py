@@ -213,7 +213,7 @@ def _run(
 ) -> Generation:
     """Load the weights and generate on the device."""
     from flywheel.decode.generate import generate as run
-    from flywheel.decode.verify import make_oracle
+    from flywheel.judge.verdicts import make_oracle
 
     session, weights = open_session(program, source, sampling.seed, device)
     oracle = make_oracle(session, weights) if verify else None

@@ -34,7 +34,7 @@ from flywheel.store.schedule import Schedule
 if TYPE_CHECKING:
     from flywheel.decode.notes import Note
     from flywheel.decode.source import Source
-    from flywheel.decode.trace import TracedStep
+    from flywheel.judge.trace import TracedStep
 
 
 @command
@@ -151,7 +151,7 @@ def _notes_of_another(program: MegakernelProgram, schedule: Schedule | None) -> 
 
 
 def _run(program: MegakernelProgram, source: Source, position: int | None, seed: int) -> TracedStep:
-    from flywheel.decode.trace import trace_step
+    from flywheel.judge.trace import trace_step
 
     return trace_step(program, source, position, seed)
 

@@ -11,8 +11,8 @@ from flywheel.ir import MegakernelProgram
 from flywheel.ir.files import read_text
 
 if TYPE_CHECKING:
-    from flywheel.decode.agreement import Agreement
     from flywheel.decode.source import Source
+    from flywheel.judge.agreement import Agreement
 
 _DRAWN: Final = 64
 """Tokens of a random text."""
@@ -26,8 +26,8 @@ def cost_of_quantising(
     Raises UsageError where the program has no quantised weights, where the model has no others, and for a text without
     a tokenizer.
     """
-    from flywheel.decode.agreement import agreement
     from flywheel.decode.interface import read_interface
+    from flywheel.judge.agreement import agreement
     from flywheel.models.formats import PLAIN
     from flywheel.models.quantise import formats_of_program, quantised
 

@@ -30,9 +30,9 @@ from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
-    from flywheel.decode.agreement import Agreement
     from flywheel.decode.notes import Note
     from flywheel.decode.source import Source
+    from flywheel.judge.agreement import Agreement
     from flywheel.measure.verdict import Verdict
 
 
@@ -146,8 +146,8 @@ def _verdict(
     seed: int,
     order: str,
 ) -> Verdict:
-    from flywheel.decode.verify import default_positions
-    from flywheel.decode.verify import verify as compare
+    from flywheel.judge.verdicts import default_positions
+    from flywheel.judge.verdicts import verify as compare
 
     session, weights = open_session(program, source, seed, device, order)
     tried = positions if positions is not None else default_positions(session.context)

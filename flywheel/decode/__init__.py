@@ -1,1 +1,1 @@
-"""Runs a lowered model token by token, and checks it."""
+"""Runs a lowered model token by token."""

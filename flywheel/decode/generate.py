@@ -14,9 +14,9 @@ from flywheel.decode.made import not_finite
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import DecodeSession
-from flywheel.decode.verify import is_tie
-from flywheel.errors import MismatchError
+from flywheel.errors import MismatchError, NonFiniteError
 from flywheel.ir import DType
+from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.eager import EagerDecoder
 from flywheel.tensors import all_finite
 
@@ -100,3 +100,14 @@ def _agrees(token: int, logits: Tensor, dtype: DType, index: int) -> bool:
     if token != expected and not is_tie(logits, token, dtype):
         raise MismatchError(f"token {index}: expected {expected}, got {token}")
     return token == expected
+
+
+def is_tie(logits: Tensor, token: int, dtype: DType) -> bool:
+    """Whether rounding alone may explain that a program chose `token` over the first choice of the oracle's `logits`:
+    in half types, if their logits differ by no more than the error allowed for a whole step. False for an id outside
+    the vocabulary. Raises NonFiniteError for logits that are not finite, which nothing is within rounding of."""
+    if not all_finite([logits]):
+        raise NonFiniteError("a tie: the oracle's logits are not finite")
+    if dtype is DType.F32 or not 0 <= token < len(logits):
+        return False
+    return float(logits.max() - logits[token]) <= FREE_RUNNING[dtype.name] * float(logits.abs().max())

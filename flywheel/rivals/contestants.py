@@ -11,14 +11,13 @@ from typing import Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from flywheel.decode.bench import judge_latency
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
-from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.memory import asked, is_exhausted, memory_named
 from flywheel.decode.source import Source, Weights
-from flywheel.decode.verify import default_positions, judge_free, judge_repeated
 from flywheel.errors import KernelCompileError
 from flywheel.ir import DType, MegakernelProgram
+from flywheel.judge.bench import judge_latency
+from flywheel.judge.verdicts import Examined, Judge, default_positions, judge_free, judge_repeated
 from flywheel.measure.comparison import Comparison, Entry, comparison_of
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured, NoMemory, Rejected

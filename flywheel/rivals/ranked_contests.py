@@ -12,13 +12,12 @@ from typing import Final
 import torch
 
 from flywheel.decode.cuda import CudaModel, prepare_torch
-from flywheel.decode.judge import Judge
 from flywheel.decode.memory import memory_named
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source, Weights
-from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import GpuMemoryError, KernelCompileError
 from flywheel.ir import DType, MegakernelProgram
+from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.measure.comparison import Comparison, Entry, comparison_of
 from flywheel.measure.outcome import NoMemory, Rejected
 from flywheel.models.eager import OracleWeights

@@ -11,11 +11,11 @@ import pytest
 from click.testing import Result
 from traces import model_stamps
 
-from flywheel.decode import trace as tracing
 from flywheel.decode.source import Source
-from flywheel.decode.trace import TracedStep, trace_step
 from flywheel.errors import MismatchError, NoGpuError, UsageError
 from flywheel.ir import MegakernelProgram
+from flywheel.judge import trace as tracing
+from flywheel.judge.trace import TracedStep, trace_step
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import judge
 from flywheel.vm.gpu.trace import read_stamps

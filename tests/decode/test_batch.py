@@ -10,9 +10,7 @@ import torch
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
-from flywheel.decode.judge import Judge
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import make_judge
 from flywheel.errors import ConfigError, TensorError, UsageError
 from flywheel.ir import (
     TARGETS,
@@ -25,6 +23,7 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.access import multi_row_buffers
+from flywheel.judge.verdicts import Judge, make_judge
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling

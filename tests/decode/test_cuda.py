@@ -12,9 +12,9 @@ from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
 from flywheel.decode.request import make_request
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import make_judge, verify
 from flywheel.errors import TensorError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import make_judge, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder

@@ -15,23 +15,22 @@ from hypothesis import strategies as st
 from spoilt import DOWN, EMBED, after, overflowing
 from torch import Tensor, inf, nan
 
-from flywheel.decode.agreement import agreement
 from flywheel.decode.choices import Choices, choose
 from flywheel.decode.drawn import draw, logprobs_of
 from flywheel.decode.finite import _Watching, explain_text
-from flywheel.decode.generate import generate
-from flywheel.decode.judge import Judge
+from flywheel.decode.generate import generate, is_tie
 from flywheel.decode.logprobs import read_row, report
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.scores import score
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.source import Source
 from flywheel.decode.step import Step
-from flywheel.decode.verify import is_tie, judge_free, judge_repeated, make_judge, verify
 from flywheel.errors import NonFiniteError, WeightsError
 from flywheel.ir import NO_TOKEN, TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.agreement import agreement
+from flywheel.judge.oracle import score
+from flywheel.judge.verdicts import Judge, judge_free, judge_repeated, make_judge, verify
 from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import judge
 from flywheel.models.decoder import decode_step

@@ -12,9 +12,9 @@ from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.verify import make_oracle, verify
 from flywheel.errors import FlywheelError, NonFiniteError
 from flywheel.ir import NO_TOKEN, TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec

@@ -12,9 +12,8 @@ from lies import MARGIN, Judges, Lie, layers_of, smallest, tell
 from lies_of_formats import lies_of
 
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.judge import Judge
-from flywheel.decode.verify import default_positions
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.drawn import random_quantised

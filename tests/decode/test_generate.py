@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from flywheel.decode.generate import generate
+from flywheel.decode.generate import generate, is_tie
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import LayerCache, ReferenceSession, TokenStream, stream_by_steps
@@ -116,3 +116,12 @@ def test_ties_are_reported_by_index(spec: DecoderSpec, opened: Opened, monkeypat
     monkeypatch.setattr(EagerDecoder, "prefill", lambda *_: logits)
     generation = generate(Scripted(spec, [0, 1, 0], DType.BF16), Request((3,), 3), oracle)
     assert (generation.token_ids, generation.ties) == ((0, 1, 0), (1,))
+
+
+def test_only_half_types_tie_and_only_within_rounding() -> None:
+    logits = torch.tensor([4.0, 3.9, 3.0, -4.0])
+    assert is_tie(logits, 1, DType.BF16)
+    assert not is_tie(logits, 2, DType.BF16)
+    assert not is_tie(logits, 1, DType.F16)
+    assert not is_tie(torch.tensor([4.0, 4.0]), 1, DType.F32)
+    assert not is_tie(logits, 9, DType.BF16)

@@ -20,9 +20,9 @@ from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import make_oracle
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
+from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling

@@ -11,8 +11,8 @@ from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.verify import make_oracle
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec

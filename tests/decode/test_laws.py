@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import verify
 from flywheel.ir import TARGETS
+from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling

@@ -9,8 +9,8 @@ from damage import FAMILIES, TARGET, spec_of
 from effort import pairs
 
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import default_positions, make_oracle, verify
 from flywheel.ir import DType, validate
+from flywheel.judge.verdicts import default_positions, make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.quantise import quantised, scales_of
 from flywheel.models.weights import random_weights

@@ -9,9 +9,9 @@ import torch
 
 from flywheel.decode.generate import Request, generate
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import default_positions, verify
 from flywheel.decode.whole import as_whole
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import default_positions, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec

@@ -14,12 +14,12 @@ import torch
 from chorus import alone, sing, voices
 from two_on_one import Share, open_shares
 
-from flywheel.decode import bench
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import verify
 from flywheel.errors import LaunchTimeoutError, NoGpuError, TensorError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge import bench
+from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.measure.outcome import Measured
 from flywheel.models.sharding import shared_step

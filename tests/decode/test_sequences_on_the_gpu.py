@@ -11,8 +11,8 @@ from chorus import alone, sing, voices
 from flywheel.decode.choices import choose
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.sampling import Sampling
-from flywheel.decode.verify import verify
 from flywheel.ir import TARGETS, DType, ScheduleConfig
+from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec

@@ -14,8 +14,8 @@ from flywheel.decode.generate import generate
 from flywheel.decode.request import Request
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import make_oracle, verify
 from flywheel.ir import DType
+from flywheel.judge.verdicts import make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder

@@ -19,9 +19,9 @@ from emulator.sessions import emulated_session
 
 from flywheel.decode.sampling import GREEDY
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import verify
 from flywheel.errors import CacheMemoryError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec

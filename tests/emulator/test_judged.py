@@ -12,9 +12,8 @@ from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from lies import LIES, MARGIN, Judges, Lie, layers_of, smallest, tell
 
-from flywheel.decode.judge import Judge
-from flywheel.decode.verify import default_positions
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import OracleWeights

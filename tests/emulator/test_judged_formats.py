@@ -10,10 +10,9 @@ from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from lies import MARGIN
 
-from flywheel.decode.judge import Judge
 from flywheel.decode.session import stream_by_steps
-from flywheel.decode.verify import default_positions
 from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import Verdict
 from flywheel.models.decoder import DTYPES, decode_step

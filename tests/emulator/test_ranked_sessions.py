@@ -19,8 +19,8 @@ from flywheel.decode.cuda import CudaSession
 from flywheel.decode.generate import Request, generate
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import verify
 from flywheel.errors import LaunchTimeoutError
+from flywheel.judge.verdicts import verify
 from flywheel.models.weights import WeightsOnRequest, random_on_request, random_weights
 from flywheel.plan.step import ABSENT
 from flywheel.report.traced import exchange_times

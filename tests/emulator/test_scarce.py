@@ -18,9 +18,9 @@ from emulator.test_ranks import DTYPE
 from emulator.test_ranks import SPEC as RANKED
 from emulator.test_ranks import lowered as ranked
 
-from flywheel.decode.bench import CudaBench
 from flywheel.errors import GpuMemoryError
 from flywheel.ir import TARGETS, Buffer, MegakernelProgram
+from flywheel.judge.bench import CudaBench
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.drawn import random_quantised

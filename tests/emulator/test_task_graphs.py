@@ -8,9 +8,9 @@ from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from mpk_llama import llama_graph
 
-from flywheel.decode.verify import verify
 from flywheel.interop.mpk.converting import convert
 from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.judge.verdicts import verify
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES

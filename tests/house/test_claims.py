@@ -21,10 +21,11 @@ from flywheel.cli.main import COMMANDS, cli
 from flywheel.cli.options import DEFAULTS, SharedOption
 from flywheel.cli.search import SAMPLERS
 from flywheel.cli.wording import OLD
-from flywheel.decode import bench, prefixes
+from flywheel.decode import prefixes
 from flywheel.decode.sampling import MOST_LIKELY
 from flywheel.ir import files
 from flywheel.ir.validate import structure
+from flywheel.judge import bench
 from flywheel.lowering import lower
 from flywheel.measure import tenants
 from flywheel.models import hf, spec, tokenizer, tokenizer_files, tokenizing

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import default_positions, make_oracle, verify
 from flywheel.errors import UnsupportedModelError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType
+from flywheel.judge.verdicts import default_positions, make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.formats import parse_formats
 from flywheel.models.hf import load_scheme, load_spec

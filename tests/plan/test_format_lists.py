@@ -70,5 +70,5 @@ def test_each_format_that_has_a_kernel_is_in_the_tests_of_products_and_in_those_
 
 
 def test_each_format_that_has_a_kernel_in_bf16_is_lied_about() -> None:
-    lied = codings([(text, "bf16") for text in listed("decode/test_tampering_of_formats.py")])
+    lied = codings([(text, "bf16") for text in listed("judge/test_tampering_of_formats.py")])
     assert {each for each in all_codings() if each.scales is not Scales.F16} == lied

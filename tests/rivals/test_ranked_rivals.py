@@ -16,11 +16,10 @@ import pytest
 import torch
 from effort import LONG
 
-from flywheel.decode.judge import Judge
 from flywheel.decode.source import open_source
-from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import FlywheelError, MismatchError, UsageError
 from flywheel.ir import DType
+from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN
 from flywheel.rivals import ranked_rivals

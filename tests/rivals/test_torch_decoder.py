@@ -7,11 +7,10 @@ import pytest
 import torch
 from effort import pairs, sample
 
-from flywheel.decode.judge import Judge
 from flywheel.decode.step import Step
-from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import UsageError
 from flywheel.ir import DType
+from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder, OracleWeights, rope_frequencies

@@ -82,8 +82,8 @@ def make_bench(
     open_source do.
     """
     enter_phase("imports its packages", _IMPORT_S)
-    from flywheel.decode.bench import CudaBench
     from flywheel.decode.source import open_source
+    from flywheel.judge.bench import CudaBench
 
     formats = parse_formats(weights or dtype, dtype)
     source = open_source(model, any_weights=True)  # random ones take the same time

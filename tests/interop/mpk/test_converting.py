@@ -12,13 +12,13 @@ from mpk_llama import llama_graph
 
 from flywheel.decode.cuda import CudaModel, prepare_torch
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import verify
 from flywheel.errors import NoGpuError, UnsupportedModelError
 from flywheel.interop.mpk.converting import convert
 from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.reading import read_graph
 from flywheel.interop.mpk.rescheduling import Schedule, reschedule
 from flywheel.ir import TARGETS, DType, InstructionKind, MegakernelProgram, validate
+from flywheel.judge.verdicts import verify
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES

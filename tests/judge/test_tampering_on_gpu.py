@@ -11,9 +11,8 @@ import torch
 from lies import LIES, MARGIN, Judges, Lie, layers_of, smallest, tell
 
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.judge import Judge
-from flywheel.decode.verify import default_positions
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step

@@ -12,8 +12,8 @@ from effort import examples, pairs
 from lies import LIES, MARGIN, Judges, Lie, examine, layers_of, smallest, tell
 
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import default_positions, make_judge
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import default_positions, make_judge
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step

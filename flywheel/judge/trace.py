@@ -10,13 +10,12 @@ import torch
 
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.interface import read_interface
-from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.memory import memory_named
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source
-from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.errors import MismatchError, UsageError
 from flywheel.ir import MegakernelProgram
+from flywheel.judge.verdicts import Examined, Judge, default_positions, judge_repeated
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights

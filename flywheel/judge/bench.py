@@ -10,12 +10,11 @@ from typing import Final
 import torch
 
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch, time_sessions
-from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.memory import memory_named
 from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source
-from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.ir import DType, MegakernelProgram
+from flywheel.judge.verdicts import Examined, Judge, default_positions, judge_repeated
 from flywheel.measure.contest import Contest
 from flywheel.measure.dismissal import is_settled
 from flywheel.measure.floor import floor_us, weight_bytes_read

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from flywheel.decode.scores import score
+from flywheel.judge.oracle import score
 
 
 def test_a_score_leaves_what_it_compares_as_it_is() -> None:

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from flywheel.decode import bench
-from flywheel.decode.bench import CudaBench
 from flywheel.decode.step import Step
 from flywheel.ir import DType
+from flywheel.judge import bench
+from flywheel.judge.bench import CudaBench
 from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
 from flywheel.measure.verdict import Verdict

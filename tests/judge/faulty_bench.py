@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flywheel.decode.bench import CudaBench
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.source import Source
 from flywheel.ir import Counter, DType, MegakernelProgram, Wait
+from flywheel.judge.bench import CudaBench
 from flywheel.measure.outcome import Incorrect, TrialOutcome
 from flywheel.models.spec import DecoderSpec
 from flywheel.vm.pack import pack

@@ -1,24 +1,25 @@
-"""Checks a program: compares every tensor that a launch leaves in its buffers with the oracle's result for the same
-operands."""
+"""Verdicts: on a program by every tensor that a launch leaves in its buffers, which the oracle makes again from the
+same operands, and on a contestant by its logits alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from flywheel.decode.compared import Oracle, gather
 from flywheel.decode.launched import Launched
-from flywheel.decode.scores import Scored
-from flywheel.decode.session import JudgedSession
+from flywheel.decode.session import BatchSession, DecodeSession, JudgedSession
+from flywheel.decode.source import Weights
+from flywheel.decode.step import Step
 from flywheel.errors import NonFiniteError, UsageError
 from flywheel.ir import DType
-from flywheel.measure.verdict import Verdict, judge
-from flywheel.models.eager import LayerCache, OracleWeights
+from flywheel.judge.oracle import Oracle, Scored, gather, score
+from flywheel.measure.verdict import BOUND, FREE_RUNNING, REPEATED, Verdict, judge
+from flywheel.models.eager import EagerDecoder, LayerCache, OracleWeights
 from flywheel.models.forced import LayerByLayer, Past, run_forced
 from flywheel.tensors import TORCH_DTYPES
 
@@ -248,3 +249,57 @@ class _Drawing(LayerByLayer):
             (*own.shape[:-1], 1), NEEDLE * sqrt(own.shape[-1]) / GAINS[1], dtype=own.dtype, device=own.device
         )
         keys[:, :, place] = (torch.linalg.pinv(own) @ wanted).squeeze(-1).to(keys.dtype)
+
+
+def default_positions(context: int) -> tuple[int, ...]:
+    """The first, one in the middle and the last two of a context."""
+    return tuple(sorted({each for each in (0, context // 2, context - 2, context - 1) if 0 <= each < context}))
+
+
+def make_oracle(session: DecodeSession, weights: Weights) -> EagerDecoder:
+    """The oracle for a session: the same model, dtype, context and weights, on the weights' device."""
+    device = next(iter(weights.values())).device
+    return EagerDecoder(session.spec, weights, TORCH_DTYPES[session.dtype], session.context, device)
+
+
+def make_judge(session: BatchSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Judge:
+    """The judge for a session: the same model, dtype, context, batch and weights, on the weights' device. Raises as
+    Judge does."""
+    device = next(iter(weights.values())).device
+    own = OracleWeights(session.spec, weights, TORCH_DTYPES[session.dtype], device)
+    return Judge(own, session.dtype, session.context, positions, session.batch, seed)
+
+
+def verify(session: JudgedSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Verdict:
+    """The verdict on a program with these weights, for random tokens and caches. Raises as Judge does."""
+    return make_judge(session, weights, positions, seed).examine(session).verdict
+
+
+def judge_free(steps: Sequence[Step], made: Judge) -> Verdict:
+    """The verdict on a contestant that shows only its logits, from one step of each sequence at the last of a judge's
+    positions, on the judge's caches. It checks the logits, in which the rounding of all layers accumulates, and the
+    token chosen from them."""
+    wanted = made.logits[-1]
+    error, row = max(
+        (_free_error(step, logits), -row) for row, (step, logits) in enumerate(zip(steps, wanted, strict=True))
+    )
+    where = f"position {made.positions[-1]}, row {-row}, logits of a whole step"
+    bound = FREE_RUNNING[made.dtype.name]
+    return judge(error=error, where=where, positions=made.positions[-1:], dtype=made.dtype.name, bound=bound)
+
+
+def _free_error(step: Step, logits: Tensor) -> float:
+    if step.token != int(step.logits.argmax()):
+        return inf
+    error = float((step.logits.to(logits.device) - logits).abs().max() / logits.abs().max())
+    return error if error >= 0 else inf
+
+
+def judge_repeated(steps: Sequence[Step], logits: Tensor, position: int, dtype: DType) -> Verdict:
+    """The verdict on a repeated launch: whether its logits match the `logits` [batch, vocab] that were judged
+    before."""
+    again = torch.stack([step.logits for step in steps]).to(logits.device)
+    errors = score(again, logits).flatten().tolist()
+    error = max(errors)
+    where = f"position {position}, row {errors.index(error)}, logits of another launch"
+    return judge(error=error, where=where, positions=[position], dtype=dtype.name, bound=REPEATED * BOUND[dtype.name])

@@ -11,9 +11,9 @@ from flywheel.decode.caches import KvCaches
 from flywheel.decode.launched import Launched
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.step import Step
-from flywheel.decode.verify import default_positions, is_tie, judge_repeated, verify
 from flywheel.errors import UsageError
 from flywheel.ir import Buffer, DType, MegakernelProgram, validate
+from flywheel.judge.verdicts import default_positions, judge_repeated, verify
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec, RopeScaling
@@ -218,12 +218,3 @@ def test_the_logits_of_another_launch_must_be_the_same(opened: Opened) -> None:
     off = judge_repeated([Step(logits[0] * 1.002, 0)], logits, 5, session.dtype)
     assert not off.passed
     assert off.where == "position 5, row 0, logits of another launch"
-
-
-def test_only_half_types_tie_and_only_within_rounding() -> None:
-    logits = torch.tensor([4.0, 3.9, 3.0, -4.0])
-    assert is_tie(logits, 1, DType.BF16)
-    assert not is_tie(logits, 2, DType.BF16)
-    assert not is_tie(logits, 1, DType.F16)
-    assert not is_tie(torch.tensor([4.0, 4.0]), 1, DType.F32)
-    assert not is_tie(logits, 9, DType.BF16)

@@ -10,9 +10,9 @@ import torch
 
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.source import Source
-from flywheel.decode.trace import TracedStep, trace_step
 from flywheel.errors import ConfigError, MismatchError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.trace import TracedStep, trace_step
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec

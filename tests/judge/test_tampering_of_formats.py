@@ -15,8 +15,8 @@ from lies import MARGIN, Judges, Lie, Told, examine, layers_of, smallest, tell
 from lies_of_formats import lies_of
 
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import default_positions, make_judge
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.judge.verdicts import default_positions, make_judge
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.drawn import random_quantised

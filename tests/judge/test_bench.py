@@ -12,9 +12,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from flywheel.decode.bench import judge_latency
 from flywheel.errors import NoGpuError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig, validate
+from flywheel.judge.bench import judge_latency
 from flywheel.lowering.lower import lower
 from flywheel.measure.dismissal import is_dismissed
 from flywheel.measure.floor import floor_us, weight_bytes_read

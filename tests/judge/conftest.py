@@ -1,0 +1,3 @@
+from small_decoder import gpu, lowered, opened, spec
+
+__all__ = ["gpu", "lowered", "opened", "spec"]
