@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +18,12 @@ from flywheel.measure.outcome import Rejected
 from flywheel.measure.record import TrialRecord
 from flywheel.search.appraise import Appraisal, appraise
 from flywheel.search.knobs import Value
+from flywheel.search.knowledge.chosen import notes_of_work
 from flywheel.search.noise import Gain
 from flywheel.search.rows import result_columns
 from flywheel.search.settling import settle_names
 from flywheel.search.spec import check_measure
-from flywheel.search.workload import Workload, make_workload
+from flywheel.search.workload import Workload, make_workload, notes_of_search, with_ranks
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, config_from_document
 from flywheel.store.sql import read_store
@@ -57,7 +58,7 @@ class Incumbent:
 @dataclass(frozen=True, slots=True, repr=False)
 class EvaluationResult:
     """One schedule, predicted or measured. The fields are those of the command's document (docs/reference.md); absent
-    ones are None. `notes` are facts that nobody asked for by name, and no part of the document."""
+    ones are None. `notes` are facts that nobody asked for by name."""
 
     model: str
     gpu: str
@@ -88,10 +89,11 @@ class EvaluationResult:
 
     def document(self) -> dict[str, Any]:
         """The command's document, JSON-ready."""
-        said = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "notes"}
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = None if self.changed is None else {name: list(pair) for name, pair in self.changed.items()}
         incumbent = None if self.incumbent is None else asdict(self.incumbent)
-        return said | {"codes": list(self.codes), "incumbent": incumbent, "changed": changed}
+        notes = [asdict(each) for each in self.notes]
+        return said | {"codes": list(self.codes), "incumbent": incumbent, "changed": changed, "notes": notes}
 
     def __repr__(self) -> str:
         return f"<EvaluationResult {escaped(self.work)}: {self._took}, config {self.config_id}>"
@@ -143,15 +145,32 @@ def evaluate(
     KernelCompileError and StoreError, all FlywheelErrors. A schedule that is refused is no error: `outcome` says so."""
     check_measure(measure)
     given, unknown = _read(config)
-    schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch, "weights": weights}
-    settled, notes = settle_names("evaluate", named, schedule, lambda line: None)
-    notes = notes if unknown is None else (*notes, Note("ignored-fields", unknown))
-    workload = make_workload(**settled)
+    workload, notes = settle_evaluation(given, unknown, named, lambda line: None)
     predictor = open_predictor(None if machine is None else str(machine), workload.target)
     place = store if store is not None else _STORE if _STORE.exists() else None
     return evaluate_work(given.config if isinstance(given, Schedule) else given, workload, measure, place, predictor,
                          notes)  # fmt: skip
+
+
+def settle_evaluation(
+    given: ScheduleConfig | Schedule,
+    unknown: str | None,
+    named: Mapping[str, Any],
+    tell: Callable[[str], None],
+    ranks: int | None = None,
+) -> tuple[Workload, tuple[Note, ...]]:
+    """The workload of an evaluation of `given`, settled from `named` as by `settle_names`, and the notes of that.
+
+    `unknown` names the fields of `given` that are none, if it has any. `ranks` is the number of GPUs, if it is told.
+    Raises as `settle_names` and `make_workload`.
+    """
+    schedule = given if isinstance(given, Schedule) else None
+    settled, notes = settle_names("evaluate", named, schedule, tell)
+    workload = make_workload(**settled | {"gpu": with_ranks(settled["gpu"], ranks)})
+    defaults = notes_of_work(workload, schedule, gpu=named["gpu"], dtype=named["dtype"], context=named["context"])
+    unread = () if unknown is None else (Note("ignored-fields", unknown),)
+    return workload, (*defaults, *notes, *unread)
 
 
 def evaluate_work(
@@ -162,14 +181,15 @@ def evaluate_work(
     predictor: Predictor,
     notes: tuple[Note, ...] = (),
 ) -> EvaluationResult:
-    """As `evaluate`, of a config for a workload; without a `store`, it is compared with nothing. Raises as `appraise`,
-    and StoreError."""
+    """As `evaluate`, of a config for a workload; without a `store`, it is compared with nothing. The result has `notes`
+    and those of the model. Raises as `appraise`, and StoreError."""
     if store is None:
         found = appraise(config, workload, measure, None, predictor)
     else:
         with read_store(store) as opened:
             found = appraise(config, workload, measure, opened, predictor)
-    return _result(workload, config.config_id, found, notes)
+    own = notes_of_search(workload, found.measure == "cuda")
+    return _result(workload, config.config_id, found, (*notes, *own))
 
 
 def _read(config: ScheduleConfig | Schedule | Mapping[str, Any] | str | Path) -> tuple[Any, str | None]:

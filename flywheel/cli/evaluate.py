@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.files import load_config, settle_work
+from flywheel.cli.files import announce, announce_notes, read_config
 from flywheel.cli.options import (
     SharedOption,
     batch_option,
@@ -69,23 +69,21 @@ def evaluate(
     The command writes nothing. Exit code 0 with a latency, 3 without one. A schedule names its model, GPU, dtype,
     context and batch; options override them.
     """
-    from flywheel.api.evaluating import evaluate_work
-    from flywheel.search.workload import make_workload, with_ranks
+    from flywheel.api.evaluating import evaluate_work, settle_evaluation
 
     if (config_file is None) == (config_option is None):
         raise UsageError("evaluate: give one config, as FILE or as --config")
-    given = load_config(config_file or config_option or "")
-    schedule = given if isinstance(given, Schedule) else None
+    given, unknown = read_config(config_file or config_option or "")
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,
              "weights": weights}  # fmt: skip
-    settled = settle_work("evaluate", named, schedule)
-    settled["gpu"] = with_ranks(settled["gpu"], ranks)
-    workload = make_workload(**settled)
+    workload, notes = settle_evaluation(given, unknown, named, announce, ranks)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     announce_compiling()
     missing = ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists()
-    document = evaluate_work(config, workload, measure, None if missing else store, predictor).document()
+    found = evaluate_work(config, workload, measure, None if missing else store, predictor, notes)
+    announce_notes(found.notes)
+    document = found.document()
     if as_json:
         show_json(document)
     else:

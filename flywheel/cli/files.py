@@ -43,15 +43,20 @@ def _refuse_schedule(document: object, path: str) -> None:
     raise IrFormatError(f"{path}: is {what}, not a program; flywheel lower --config lowers it to one")
 
 
-def load_config(path: str) -> Schedule | ScheduleConfig:
-    """Read a best-schedule document, or a bare ScheduleConfig.
+def read_config(path: str) -> tuple[Schedule | ScheduleConfig, str | None]:
+    """(a best-schedule document or a bare ScheduleConfig, a line that names its unknown fields if it has any).
 
     Raises IrFormatError or UsageError, which name the file.
     """
     try:
-        given, unknown = config_from_document(_document(path), path)
+        return config_from_document(_document(path), path)
     except StoreError as error:
         raise UsageError(str(error)) from None
+
+
+def load_config(path: str) -> Schedule | ScheduleConfig:
+    """As `read_config`; the line goes to stderr."""
+    given, unknown = read_config(path)
     if unknown:
         note(unknown)
     return given
@@ -71,12 +76,13 @@ def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -
     """As `settle_names`; its notes go to stderr."""
     from flywheel.search.settling import settle_names
 
-    settled, notes = settle_names(who, named, schedule, _announce)
+    settled, notes = settle_names(who, named, schedule, announce)
     announce_notes(notes)
     return settled
 
 
-def _announce(line: str) -> None:
+def announce(line: str) -> None:
+    """Print a line of what the command does on stderr."""
     note(f"flywheel: {line}")
 
 
@@ -90,7 +96,7 @@ def announce_another(schedule: object, spec: DecoderSpec) -> None:
 def announce_notes(notes: Sequence[Note]) -> None:
     """Print notes of what is computed on stderr."""
     for each in notes:
-        _announce(each.text)
+        announce(each.text)
 
 
 def read_argument(path: str, newlines: bool = True) -> str:

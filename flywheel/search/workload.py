@@ -183,7 +183,8 @@ def found_for_another(schedule: Schedule, spec: DecoderSpec) -> str | None:
 
 
 def notes_of_search(workload: Workload, measured: bool) -> tuple[Note, ...]:
-    """The notes of a search for a workload, whose trials run if `measured`. Raises as `load_spec`."""
+    """The notes of a search or an evaluation for a workload, which runs programs if `measured`. Raises as
+    `load_spec`."""
     path = model_path(workload.model)
     folder = None if path is None else path if path.is_dir() else path.parent
     drawn = measured and (folder is None or not has_checkpoint(folder))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 from xml.etree import ElementTree
@@ -16,8 +16,11 @@ from flywheel.cli.evaluate import evaluate as command
 from flywheel.cli.main import cli
 from flywheel.errors import FlywheelError, IrFormatError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig, config_to_dict
+from flywheel.search.appraise import Appraisal, appraise
 
 WORK = {"model": "smollm2-135m", "gpu": "l4", "measure": "predict"}
+WHOLE = {**WORK, "dtype": "bf16", "context": 512}
+"""A piece of work without a default."""
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,8 @@ def test_a_schedule_its_document_and_its_file_are_the_same(folder: Path) -> None
     given = [schedule, document, str(folder / "best.json")]
     by_file, *others = (flywheel.evaluate(config=each, measure="predict") for each in reversed(given))
     assert others == [by_file, by_file]
-    bare = flywheel.evaluate(config=schedule.config, **WORK)
-    assert bare == flywheel.evaluate(config=document["config"], **WORK) == by_file
+    bare = flywheel.evaluate(config=schedule.config, **WHOLE)
+    assert bare == flywheel.evaluate(config=document["config"], **WHOLE) == by_file
 
 
 def test_what_is_given_overrides_the_schedule_and_a_missing_default_store_is_none(
@@ -72,11 +75,27 @@ def test_a_refused_schedule_is_a_result(folder: Path) -> None:
 
 
 def test_fields_that_are_none_of_a_config_are_a_note() -> None:
-    found = flywheel.evaluate(config={**config_to_dict(ScheduleConfig()), "pipelining": 8}, **WORK)
+    found = flywheel.evaluate(config={**config_to_dict(ScheduleConfig()), "pipelining": 8}, **WHOLE)
     assert [(each.code, each.text) for each in found.notes] == [
         ("ignored-fields", "config: ignored fields that a ScheduleConfig does not have: pipelining")
     ]
-    assert "notes" not in found.document()
+    assert found.document()["notes"] == [asdict(each) for each in found.notes]
+
+
+def test_what_is_taken_by_default_and_random_weights_of_a_measurement_are_notes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prediction has no weights; a measurement of a name has random ones."""
+    predicted = flywheel.evaluate(config=ScheduleConfig(), **WORK)
+    assert [(each.code, each.text) for each in predicted.notes] == [("defaults", "by default: dtype bf16, context 512")]
+
+    def measured(*given: Any) -> Appraisal:
+        return replace(appraise(*given), measure="cuda")
+
+    monkeypatch.setattr("flywheel.api.evaluating.appraise", measured)
+    (note,) = flywheel.evaluate(config=ScheduleConfig(), **WHOLE).notes
+    assert (note.code, note.text) == ("random-weights", "RANDOM WEIGHTS of seed 0: smollm2-135m is a name; their text "
+                                                        "has no meaning")  # fmt: skip
 
 
 @pytest.mark.parametrize(

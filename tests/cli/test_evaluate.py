@@ -22,7 +22,7 @@ FIELDS = {
     "model", "gpu", "dtype", "context", "batch", "weights", "measure", "outcome", "codes", "reason",
     "predicted_us", "predictor",
     "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers", "floor_us", "floor_fraction",
-    "config_id", "program_id", "tasks", "incumbent", "changed",
+    "config_id", "program_id", "tasks", "incumbent", "changed", "notes",
 }  # fmt: skip
 
 
@@ -38,9 +38,10 @@ def best(run: Run, searched: Path) -> str:
 
 def test_a_config_from_stdin_gets_a_prediction_without_any_store(run: Run) -> None:
     result = run("evaluate", "-", *WORK, "--measure", "predict", "--json", stdin=config(pipelining_depth=3))
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (0, "flywheel: by default: dtype bf16, context 512\n")
     document = json.loads(result.stdout)
     assert document.keys() == FIELDS
+    assert document["notes"] == [{"code": "defaults", "text": "by default: dtype bf16, context 512"}]
     assert (document["outcome"], document["latency_us"], document["codes"]) == ("predicted", None, [])
     assert document["floor_fraction"] == pytest.approx(document["floor_us"] / document["predicted_us"])
     assert (document["incumbent"], document["changed"]) == (None, None)
@@ -140,10 +141,13 @@ def test_measuring_without_the_gpu_is_code_4(run: Run, monkeypatch: pytest.Monke
 
 def test_fields_that_are_none_of_a_config_are_named(run: Run) -> None:
     """A misspelt field must not pass for what was asked."""
-    result = run("evaluate", "-", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--json",
+    result = run("evaluate", "-", *WORK, "--dtype", "bf16", "--context", 512, "--measure", "predict", "--json",
                  stdin='{"pipelining_depth": 4, "pipelining": 8, "\\u001b": 1}')  # fmt: skip
     assert result.exit_code == 0
-    assert result.stderr == r"-: ignored fields that a ScheduleConfig does not have: \x1b, pipelining" + "\n"
+    named = r"-: ignored fields that a ScheduleConfig does not have: \x1b, pipelining"
+    assert result.stderr == f"flywheel: {named}\n"
+    (told,) = json.loads(result.stdout)["notes"]
+    assert told == {"code": "ignored-fields", "text": named.replace(r"\x1b", "\x1b")}
     assert json.loads(result.stdout)["outcome"] == "predicted"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,29 @@ def test_commands_announce_it_once_and_their_documents_have_it(
         assert result.exit_code == 0, result.output
         assert result.stderr.count(words) == 1
         assert code in codes_of(json.loads(result.stdout))
+
+
+def test_an_evaluation_announces_the_notes_of_its_model_and_schedule_once(tmp_path: Path, run: Run) -> None:
+    eight_bits, foreign = tmp_path / "eight", tmp_path / "foreign"
+    eight_bits.mkdir()
+    foreign.mkdir()
+    write(eight_bits, "fp8 of tensors")
+    plain(foreign, logits_scaling=8.0)
+    schedule, best = tmp_path / "s.json", tmp_path / "best.json"
+    schedule.write_text(json.dumps({"threads_per_block": 128}))
+    predicted = {"gpu": "h100", "measure": "predict"}
+    for code, model in (("activations", eight_bits), ("ignored-fields", foreign)):
+        result = run("evaluate", schedule, "--model", model, *(f"--{name}={predicted[name]}" for name in predicted),
+                     "--json")  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert result.stderr.count(MODELS[code][1]) == 1
+        assert codes_of(json.loads(result.stdout)) == ["defaults", code]
+        found = flywheel.evaluate(config=schedule, model=str(model), **predicted)
+        assert [asdict(each) for each in found.notes] == json.loads(result.stdout)["notes"]
+    flywheel.search(model="smollm2-135m", **predicted, trials=1, store=tmp_path / "py.db").save(best)
+    other = run("evaluate", best, "--model", eight_bits, "--context", 8, "--measure", "predict", "--json")
+    assert codes_of(json.loads(other.stdout)) == ["another-model", "activations"]
+    assert other.stderr.count("the schedule was found for ") == 1
 
 
 def test_decoders_and_the_process_of_a_server_have_it(noted: tuple[str, Path, str]) -> None:
