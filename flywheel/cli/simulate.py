@@ -23,7 +23,7 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.text import pairs, percent, predicted, show, show_table, size, us
 from flywheel.cli.warming import announce_compiling
-from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
+from flywheel.cost_model import STOCK, Predictor, State, open_predictor, state_shares, timeline
 from flywheel.errors import ConfigError, InvalidProgramError, UsageError
 from flywheel.ir import MegakernelProgram, simulate_counters, try_orders, validate
 from flywheel.measure.floor import floor_fraction
@@ -118,23 +118,24 @@ def _predicted(program: MegakernelProgram, predictor: Predictor) -> dict[str, An
     prediction = predict_latency(program, predictor.machine)
     running: Counter[str] = Counter()
     names = {task.id: operation(task.label) for task in program.tasks}
-    for span in timeline(program, predictor.machine):
+    spans = timeline(program, predictor.machine)
+    for span in spans:
         running[names[span.task]] += span.end_us - span.start_us  # type: ignore[assignment]  # a Counter adds floats, too
     total = sum(running.values())
     n_tasks = Counter(names.values())
     n_bytes: Counter[str] = Counter()
     for task in program.tasks:
         n_bytes[names[task.id]] += task.est_bytes
-    finish = sum(prediction.finish_us)
+    assert program.target is not None  # it has a prediction
+    last = max(span.end_us for span in spans)
+    states = state_shares(spans, program.target.num_sms * program.ranks, 0.0, last)
     return {
         "prediction": {
             "latency_us": prediction.latency_us,
             "floor_us": prediction.floor_us,
             "floor_fraction": floor_fraction(prediction.floor_us, prediction.latency_us),
             "predictor": predictor.version,
-            "busy": sum(prediction.busy_us) / finish,
-            "blocked": sum(prediction.blocked_us) / finish,
-            "starved": sum(prediction.starved_us) / finish,
+            **{state.value: share for state, share in states.items()},
         },
         "operations": [
             {"operation": name, "tasks": n_tasks[name], "bytes": n_bytes[name], "time_share": running[name] / total}
@@ -147,7 +148,7 @@ def _show(file: str, document: dict[str, Any]) -> None:
     prediction = document["prediction"]
     shares = None
     if prediction is not None:
-        shares = ", ".join(f"{name} {percent(prediction[name])}" for name in ("busy", "blocked", "starved"))
+        shares = ", ".join(f"{name} {percent(prediction[name])}" for name in State)
     stuck = document["stuck"]
     show(f"{file}: {'valid' if document['valid'] else 'NOT VALID'}")
     show(
@@ -161,7 +162,7 @@ def _show(file: str, document: dict[str, Any]) -> None:
                                              f"(version {prediction['predictor']})"),
                 ("floor", prediction and us(prediction["floor_us"])),
                 ("reached", prediction and f"{percent(prediction['floor_fraction'])} of the floor"),
-                ("an SM is", shares),
+                ("an SM", shares),
                 ("predicted", document.get("unpredicted") and f"no: {document['unpredicted']}"),
             ]
         )

@@ -112,7 +112,7 @@ def trace(
         "random_weights": source.stored is None,
         "seed": seed,
         "notes": [asdict(each) for each in notes],
-        **describe(traced),
+        **describe(program, traced),
     }
     _write(program, traced, document, output, picture)
     if as_json:
@@ -156,11 +156,19 @@ def _run(program: MegakernelProgram, source: Source, position: int | None, seed:
     return trace_step(program, source, position, seed)
 
 
-def describe(traced: TracedStep) -> dict[str, Any]:
+def describe(program: MegakernelProgram, traced: TracedStep) -> dict[str, Any]:
     """The trace as a document, JSON-ready. An operation's shares are fractions of its own time; the launch's are
     fractions of the time of all SMs."""
     from flywheel.measure.verdict import as_document
-    from flywheel.report.traced import exchange_times, hand_off_times, idle_us, layer_times, operation_times
+    from flywheel.report.layer import step_states
+    from flywheel.report.traced import (
+        exchange_times,
+        hand_off_times,
+        idle_us,
+        layer_times,
+        measured,
+        operation_times,
+    )
     from flywheel.vm.gpu.trace import Phase
 
     launch, operations = traced.trace, operation_times(traced.trace)
@@ -175,6 +183,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
         "span_us": span,
         "tasks": len(launch.tasks),
         "sms": launch.sms,
+        "states": step_states(measured(program, launch)),
         "phases": {phase: sum(each.phases_us[phase] for each in operations) / span for phase in Phase},
         "idle": idle_us(launch) / span,
         "loader_stalled": launch.stalled,
@@ -193,19 +202,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
             for each in operations
         ],
         "layer": [asdict(each) for each in layer_times(launch)],
-        "hand_offs": [
-            {
-                "operation": each.operation,
-                "after": list(each.after),
-                "tasks": each.tasks,
-                "waited": each.waited,
-                "median_us": each.median_us,
-                "max_us": each.max_us,
-                "sm_held_us": each.sm_held_us,
-                "sm_hand_off_us": each.sm_hand_off_us,
-            }
-            for each in hand_off_times(launch)
-        ],
+        "hand_offs": [asdict(each) for each in hand_off_times(launch)],
         "exchanges": [asdict(each) for each in exchange_times(launch)],
     }
 
@@ -229,7 +226,6 @@ def _write(
 
 
 def _show(document: dict[str, Any]) -> None:
-    spent = [*document["phases"].items(), ("idle", document["idle"])]
     step = f"{document['model']} on {document['gpu_name']}, position {document['position']:,}"
     step += f", {document['batch']} sequences" if document["batch"] > 1 else ""
     size_of = f"{document['tasks']:,} tasks on {document['sms']} SMs"
@@ -239,7 +235,7 @@ def _show(document: dict[str, Any]) -> None:
             [
                 ("latency", f"{us(document['latency_us'])} without a trace, {us(document['traced_us'])} with it; "
                             f"{us(document['span_us'])} from the first stamp to the last"),
-                ("an SM", ", ".join(f"{name} {percent(share)}" for name, share in spent)),
+                ("an SM", ", ".join(f"{name} {percent(share)}" for name, share in document["states"].items())),
                 ("its loader", f"stalled {percent(document['loader_stalled'])}: the ring full, too far ahead, or in a "
                                "pause"),
                 ("matrix warps", f"starved {percent(document['matrix_starved'])}: the operand there, no weights; "

@@ -70,6 +70,8 @@ class Kind(NamedTuple):
     joined: bool = False
     """It sums the results of several GPUs right after a product on its SM, which does that in its place if its operands
     leave room (vm/pack/adding.py, which has further conditions)."""
+    multiplies: bool = False
+    """It has a product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,7 @@ def _kind(work: _Work, staged: bool, readers: int) -> Kind:
         attends=steps.attentions > 0,
         sliced=steps.products == 1 and not steps.norms and not steps.merged,
         codes=steps.codes,
+        multiplies=steps.products > 0,
     )
 
 

@@ -80,10 +80,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The result of a run: `blocked_us` and `finish_us` by SM, `start_us` and `end_us` by queue entry."""
+    """The result of a run: `finish_us` by SM, `start_us` and `end_us` by queue entry."""
 
     finish_us: list[float]
-    blocked_us: list[float]
     stuck: int | None
     """The first queue entry that can never start; None where all tasks ended."""
     start_us: Floats
@@ -108,7 +107,7 @@ def simulate(queues: Queues, rates: Rates) -> Trace:
                empty_agenda(len(sms), n_timers), np.zeros(n_timers, np.int64)))  # fmt: skip
     stuck = sms["head"][sms["head"] < sms["stop"]]
     return Trace(
-        sms["finish"].tolist(), sms["blocked"].tolist(), int(stuck.min()) if len(stuck) else None,
+        sms["finish"].tolist(), int(stuck.min()) if len(stuck) else None,
         tasks["start"], tasks["end"],
     )  # fmt: skip
 

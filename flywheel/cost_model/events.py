@@ -32,7 +32,7 @@ TASK = np.dtype(
 """A queue entry: its columns of `Queues`, the range of `Engine.awaited` that it awaits, and when it ran."""
 
 SM = np.dtype(
-    [(name, "f8") for name in ("base", "have", "limit", "done", "due", "since", "blocked", "finish")]
+    [(name, "f8") for name in ("base", "have", "limit", "done", "due", "since", "finish")]
     + [(name, "i8") for name in ("head", "stop", "next")]
     + [(name, "?") for name in ("active", "waiting")]
 )
@@ -225,9 +225,7 @@ def _wake(engine: Engine, number: int, time: float) -> None:
         return
     blocked = time - sm.since
     if blocked > 0.0:
-        blocked = max(blocked, task.ahead)
-        sm.blocked += blocked
-        again = _start(engine, number, sm.since + blocked)
+        again = _start(engine, number, sm.since + max(blocked, task.ahead))
     else:  # its turn comes after `time`: the last chunk before is still being consumed
         again = _start(engine, number, sm.since + max(task.ahead, state.poll_us))
     if again != NEVER:

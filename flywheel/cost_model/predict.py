@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from flywheel.cost_model.links import exchanges_us
 from flywheel.cost_model.machine import Machine, machine_for
+from flywheel.cost_model.spans import TaskSpan
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.ir.alone import alone
@@ -15,7 +16,7 @@ from flywheel.measure.floor import floor_us, weight_bytes_read
 
 if TYPE_CHECKING:
     from flywheel.cost_model.demand import Demand
-    from flywheel.cost_model.engine import Queues, Trace
+    from flywheel.cost_model.engine import Trace
 
 MODEL_VERSION: Final = "9"
 """The version changes whenever the same program may get another prediction."""
@@ -23,35 +24,10 @@ MODEL_VERSION: Final = "9"
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted time of one launch, and how each SM spends it; tuples are by SM.
-
-    `busy_us` is work, `blocked_us` waiting for counters, and `finish_us` the end of the SM's last task. The rest of
-    `finish_us` is waiting for bytes.
-    """
+    """The predicted time of one launch, and the least time in which its weights can be read."""
 
     latency_us: float
     floor_us: float
-    busy_us: tuple[float, ...]
-    blocked_us: tuple[float, ...]
-    finish_us: tuple[float, ...]
-
-    @property
-    def starved_us(self) -> tuple[float, ...]:
-        """The time that each SM spends waiting for weights and K/V."""
-        return tuple(
-            max(0.0, finish - busy - blocked)
-            for finish, busy, blocked in zip(self.finish_us, self.busy_us, self.blocked_us, strict=True)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSpan:
-    """When a task ran, from the start of the kernel."""
-
-    task: int
-    sm: int
-    start_us: float
-    end_us: float
 
 
 def predict(program: MegakernelProgram, machine: Machine | None = None) -> Prediction:
@@ -63,17 +39,9 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
     if program.ranks > 1:
         slowest = max((predict(alone(program, rank), machine) for rank in range(program.ranks)), key=_latency)
         return replace(slowest, latency_us=slowest.latency_us + _exchanges_us(program, machine))
-    demand, machine, queues, trace = _run(program, machine)
+    _, machine, trace = _run(program, machine)
     floor = _floor_us(program)
-    work = queues.work_us.tolist()
-    bounds = pairwise(demand.first.tolist())
-    return Prediction(
-        latency_us=_latency_us(trace, machine, floor),
-        floor_us=floor,
-        busy_us=tuple(sum(work[first:end]) for first, end in bounds),
-        blocked_us=tuple(trace.blocked_us),
-        finish_us=tuple(trace.finish_us),
-    )
+    return Prediction(_latency_us(trace, machine, floor), floor)
 
 
 def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> float:
@@ -81,7 +49,7 @@ def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> fl
     if program.ranks > 1:
         slowest = max(predict_us(alone(program, rank), machine) for rank in range(program.ranks))
         return slowest + _exchanges_us(program, machine)
-    _, machine, _, trace = _run(program, machine)
+    _, machine, trace = _run(program, machine)
     return _latency_us(trace, machine, _floor_us(program))
 
 
@@ -92,14 +60,19 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
     """
     if program.ranks > 1:
         return [span for rank in range(program.ranks) for span in _timeline_of(program, rank, machine)]
-    demand, _, _, trace = _run(program, machine)
+    from flywheel.cost_model.queues import priced_work
+
+    demand, machine, trace = _run(program, machine)
     sms = [sm for sm, (first, end) in enumerate(pairwise(demand.first)) for _ in range(first, end)]
-    return [
-        TaskSpan(task, sm, start, end)
-        for task, sm, start, end in zip(
-            demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(), strict=True
-        )
-    ]
+    rows = zip(
+        demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(),
+        *(column.tolist() for column in priced_work(demand, machine)), strict=True,
+    )  # fmt: skip
+    spans: list[TaskSpan] = []
+    for task, sm, start, end, *parts in rows:
+        came = spans[-1].end_us if spans and spans[-1].sm == sm else 0.0
+        spans.append(TaskSpan(task, sm, came, start, end, *parts))
+    return spans
 
 
 def _exchanges_us(program: MegakernelProgram, machine: Machine | None) -> float:
@@ -127,7 +100,7 @@ def _latency(prediction: Prediction) -> float:
 def latency_us(demand: Demand, machine: Machine, floor: float) -> float:
     """The latency in us that `predict` returns for a program with this `demand` and `floor`. Raises InvalidProgramError
     as `predict`."""
-    _, trace = _simulate(demand, machine)
+    trace = _simulate(demand, machine)
     if trace.stuck is not None:
         raise _never_starts(f"task {demand.task_ids[trace.stuck]}")
     return _latency_us(trace, machine, floor)
@@ -142,25 +115,25 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
     return max(floor, machine.launch_us + max(trace.finish_us))
 
 
-def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Queues, Trace]:
+def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Trace]:
     # Imported here, so that only predictions wait for numpy and numba.
     from flywheel.cost_model.demand import demand_of
 
     demand = demand_of(program)
     assert program.target is not None
     machine = machine or machine_for(program.target)
-    queues, trace = _simulate(demand, machine)
+    trace = _simulate(demand, machine)
     if trace.stuck is not None:
         task = next(task for task in program.tasks if task.id == demand.task_ids[trace.stuck])
         raise _never_starts(f"task {task.id} ({task.label})")
-    return demand, machine, queues, trace
+    return demand, machine, trace
 
 
-def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
+def _simulate(demand: Demand, machine: Machine) -> Trace:
     from flywheel.cost_model.engine import Rates, simulate
     from flywheel.cost_model.queues import priced
 
-    variant, queues = demand.variant, priced(demand, machine)
+    variant = demand.variant
     rates = Rates(
         total=machine.read_gbs * 1e3,
         loader=machine.loader_rate(variant),
@@ -168,7 +141,7 @@ def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
         restart_us=machine.restart_us(variant),
         crowd_us=machine.crowd_us,
     )
-    return queues, simulate(queues, rates)
+    return simulate(priced(demand, machine), rates)
 
 
 def _never_starts(task: str) -> InvalidProgramError:

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from flywheel.cost_model.agenda import Floats
 from flywheel.cost_model.demand import Demand, Kind
 from flywheel.cost_model.engine import Queues
 from flywheel.cost_model.machine import Machine
@@ -32,7 +33,7 @@ def priced(demand: Demand, machine: Machine) -> Queues:
     before = np.concatenate([[0], ends[:-1]])
     before[first[:-1][np.diff(first) > 0]] = 0
     early_depth = max(variant.prefetch_depth, 1) - 1
-    prices = np.array([_price(kind, variant, machine) for kind in demand.kinds])[demand.kind_of].T
+    prices = np.array([_price(kind, variant, machine)[:3] for kind in demand.kinds])[demand.kind_of].T
     return Queues(
         first=first,
         early_limit=np.minimum(before + room, ends[np.minimum(entries + early_depth, last)]).astype(np.float64),
@@ -51,12 +52,24 @@ def priced(demand: Demand, machine: Machine) -> Queues:
     )
 
 
+def priced_work(demand: Demand, machine: Machine) -> tuple[Floats, Floats, Floats]:
+    """What each entry's `work_us` is made of: the time to stage the vector that it multiplies, the time to multiply,
+    and the rest."""
+    prices = [_price(kind, demand.variant, machine) for kind in demand.kinds]
+    parts = [(each.stage_us, each.multiply_us, each.work_us - each.stage_us - each.multiply_us) for each in prices]
+    stage, multiply, rest = np.maximum(np.array(parts)[demand.kind_of], 0.0).T
+    return stage, multiply, rest
+
+
 class _Price(NamedTuple):
-    """A task's times: work while it waits, work after that, and from the last chunk's arrival to the end."""
+    """A task's times: work while it waits, work after that, and from the last chunk's arrival to the end. Of the work
+    after the wait, `stage_us` and `multiply_us` are for the operand and the product of a task that has one."""
 
     ahead_us: float
     work_us: float
     tail_us: float
+    stage_us: float = 0.0
+    multiply_us: float = 0.0
 
 
 def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
@@ -64,19 +77,25 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
         return _Price(0.0, 0.0, 0.0)
     consumer, vector, others = machine.consumer, machine.vector, variant.vector_warps
     share = machine.restage_share if kind.staged else 1.0
-    work = consumer.task_us(variant.matrix_warps + others, share)
     slices = variant.x_slices if kind.sliced else 1
-    work += ceil(kind.read_bytes / (slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
-    work += kind.read_bytes * kind.readers / (machine.shared_gbs * 1e3) * share
-    work += vector.task_us * share + kind.steps * vector.step_us + (slices - 1) * vector.slice_us
-    work += share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / others)
-    work += max(
+    fetched = ceil(kind.read_bytes / (slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
+    shared = kind.read_bytes * kind.readers / (machine.shared_gbs * 1e3) * share
+    normed = share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / others)
+    product = max(
         consumer.chunks_us(kind.streamed_bytes, variant, kind.codes),
         0.0 if kind.attends else kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
     )
+    work = consumer.task_us(variant.matrix_warps + others, share)
+    work += fetched
+    work += shared
+    work += vector.task_us * share + kind.steps * vector.step_us + (slices - 1) * vector.slice_us
+    work += normed
+    work += product
     ahead = 0.0 if kind.staged else vector.ahead_us
     if kind.attends:
         work += vector.attention_us + ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
         ahead += kind.cached_bytes / _KILO * vector.cache_us
     tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant, kind.codes)
-    return _Price(ahead, work, tail)
+    if not kind.multiplies:
+        return _Price(ahead, work, tail)
+    return _Price(ahead, work, tail, fetched + shared + normed + (slices - 1) * vector.slice_us, product)

@@ -48,8 +48,8 @@ def measured_slices(trace: LaunchTrace) -> list[Slice]:
 def chrome_trace(title: str, slices: Iterable[Slice], facts: Mapping[str, Any]) -> str:
     """The JSON text of a trace. `title` names the process, and `facts` are its metadata.
 
-    A slice is named after its operation, so each operation has one colour; in chrome://tracing it is the pictures'
-    colour. Parts that took no time are left out. Slices of one SM must not overlap.
+    A slice is named after its operation, so each operation has one colour. Parts that took no time are left out. Slices
+    of one SM must not overlap.
     """
     ordered = sorted(slices, key=lambda each: (each.start_us, each.sm, each.end_us))
     names = [_named(_PROCESS, 0, "process_name", name=title)]

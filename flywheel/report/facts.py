@@ -43,6 +43,12 @@ class Schedule:
     prediction: Prediction
     predictor: str
 
+    @property
+    def sms(self) -> int:
+        """SMs of all GPUs."""
+        target = self.program.target
+        return 0 if target is None else target.num_sms * self.program.ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:

@@ -29,18 +29,28 @@ def mpk_slices(graph: MpkGraph, timing: Timing) -> list[Slice]:
 
 @dataclass(frozen=True, slots=True)
 class MpkTimeline:
-    """A graph's tasks as a program, and a span for each from when its event was complete."""
+    """A graph's tasks as a program, and a span for each. `sms` are the workers.
+
+    The model of MPK has no time for multiplying: a task fills its pipeline, and then lasts as long as its bytes.
+    """
 
     program: MegakernelProgram
     spans: Sequence[TaskSpan]
+    sms: int
 
 
 def mpk_timeline(graph: MpkGraph, timing: Timing, gpu: str) -> MpkTimeline:
     """The timeline that `layer` draws."""
     tasks = _shown(graph, timing)
     meta = {"model": f"MPK's task graph, rank {graph.rank},", "gpu": gpu}
-    spans = [TaskSpan(tasks[span.node].id, span.worker, span.met_us, span.done_us) for span in timing.spans]
-    return MpkTimeline(MegakernelProgram(meta=meta, tasks=tuple(tasks)), spans)
+    spans = [
+        TaskSpan(
+            tasks[each.node].id, each.worker, each.ready_us, each.met_us, each.done_us, each.filled_us - each.met_us
+        )
+        for each in timing.spans
+    ]
+    workers = max(span.worker for span in timing.spans) + 1
+    return MpkTimeline(MegakernelProgram(meta=meta, tasks=tuple(tasks)), spans, workers)
 
 
 def _shown(graph: MpkGraph, timing: Timing) -> list[Task]:

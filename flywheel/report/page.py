@@ -16,7 +16,7 @@ from flywheel.report.changes import Change, changes
 from flywheel.report.facts import Facts, Knobs
 from flywheel.report.history import MOST_TIMES, history, shown
 from flywheel.report.knobs import MOST_AXES, MOST_LINES, coordinates, costs, weighty
-from flywheel.report.layer import layer, shares
+from flywheel.report.layer import MEANINGS, layer, shares, step_states, window, window_states
 from flywheel.report.svg import STYLE, element, standalone
 from flywheel.search.gains import gains_in_words
 
@@ -36,10 +36,6 @@ _CSS: Final = (
     ".kind{border:1px solid;border-radius:4px;padding:1px 8px;font-size:13px}"
 )
 _PREDICTED: Final = "Predicted by the cost model (version {}), not measured."
-_STATES: Final = (
-    "Busy: it computes. Blocked: it waits for what other SMs have yet to write. Starved: it waits for weights or for "
-    "the KV cache."
-)
 _COLUMNS: Final = (
     "flywheel_version", "ir_version", "commit", "python", "optuna", "host", "gpu_name", "gpu_driver", "nvrtc",
     "kernels",
@@ -249,16 +245,14 @@ def _layer(facts: Facts) -> list[str]:
     schedule = facts.schedule
     if schedule is None:
         return [] if facts.knobs is None else [title, _note(f"Not shown: {facts.missing}")]
-    prediction = schedule.prediction
-    finish = sum(prediction.finish_us)
-    states = {"busy": prediction.busy_us, "blocked": prediction.blocked_us, "starved": prediction.starved_us}
-    told = ", ".join(f"{name} {sum(times) / finish:.1%}" for name, times in states.items())
+    here, step = window_states(schedule, window(schedule)), step_states(schedule)
+    states = [(state, f"{here[state]:.1%}", f"{step[state]:.1%}", said) for state, said in MEANINGS.items()]
     rows = [(each.operation, f"{each.tasks:,}", f"{each.time_share:.1%}") for each in shares(schedule)]
     return [
         title,
-        _note(f"{_PREDICTED.format(schedule.predictor)} {prediction.latency_us:,.1f} us a token; an SM is {told}."),
-        _note(_STATES),
+        _note(f"{_PREDICTED.format(schedule.predictor)} {rounded(schedule.prediction.latency_us)} us a step."),
         _drawing(layer(schedule)),
+        _table(("an SM", "in the picture", "in the step", "what it does"), states, numbers=(1, 2)),
         _table(("operation", "tasks", "SM time"), rows, numbers=(1, 2)),
     ]
 

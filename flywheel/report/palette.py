@@ -1,8 +1,7 @@
-"""One colour for each operation, in every picture and trace file, and one for each kind of row.
+"""One colour for each operation in every trace file.
 
-Source: the operations' colours are the reserved names of Catapult's trace viewer (tracing/base/color_scheme.html), the
-only colours that a trace file can request from chrome://tracing. ui.perfetto.dev takes no colours, and colours slices
-by name.
+Source: the reserved names of Catapult's trace viewer (tracing/base/color_scheme.html), the only colours that a trace
+file can request from chrome://tracing. ui.perfetto.dev takes no colours, and colours slices by name.
 """
 
 from __future__ import annotations
@@ -10,25 +9,25 @@ from __future__ import annotations
 from typing import Final
 from zlib import crc32
 
-RESERVED: Final = {
-    "rail_response": "#4387fd",
-    "thread_state_runnable": "#85a0d2",
-    "background_memory_dump": "#00b4b4",
-    "rail_idle": "#ee8e00",
-    "bad": "#b47d00",
-    "rail_load": "#0da861",
-    "rail_animation": "#f44a3f",
-    "cq_build_attempt_failed": "#c55151",
-    "cq_build_failed": "#ee8888",
-    "detailed_memory_dump": "#b400b4",
-    "cq_build_attempt_passed": "#67da23",
-    "thread_state_unknown": "#c79b7d",
-    "thread_state_running": "#7ec894",
-    "thread_state_uninterruptible": "#b67d8f",
-    "generic_work": "#7d7d7d",
-    "olive": "#646400",
-}
-"""Name in a trace file -> colour."""
+RESERVED: Final = (
+    "rail_response",
+    "thread_state_runnable",
+    "background_memory_dump",
+    "rail_idle",
+    "bad",
+    "rail_load",
+    "rail_animation",
+    "cq_build_attempt_failed",
+    "cq_build_failed",
+    "detailed_memory_dump",
+    "cq_build_attempt_passed",
+    "thread_state_unknown",
+    "thread_state_running",
+    "thread_state_uninterruptible",
+    "generic_work",
+    "olive",
+)
+"""The colours' names, in a fixed order."""
 
 _OPERATIONS: Final = {
     "q_proj": "rail_response",
@@ -58,9 +57,4 @@ _FAMILIES: Final = {
 def reserved(operation: str) -> str:
     """The name of an operation's colour in a trace file. An unknown operation's depends on its name."""
     known = _OPERATIONS.get(operation) or _FAMILIES.get(operation.rpartition("_")[2])
-    return known or list(RESERVED)[crc32(operation.encode(errors="surrogatepass")) % len(RESERVED)]
-
-
-def colour(operation: str) -> str:
-    """An operation's colour in pictures."""
-    return RESERVED[reserved(operation)]
+    return known or RESERVED[crc32(operation.encode(errors="surrogatepass")) % len(RESERVED)]

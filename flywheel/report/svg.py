@@ -16,10 +16,16 @@ STYLE: Final = (
     ".faint{fill:#5b6875}.end{text-anchor:end}.middle{text-anchor:middle}"
     ".predicted{color:#4269a5}.measured{color:#d9631e}.floor{color:#b3123c}.failed{color:#8a96a3}.final{color:#7a2f0a}"
     ".bar{color:#3b76a8}.f1{color:#d8dee6}.f2{color:#a9c3d9}.f3{color:#6f9fc4}.f4{color:#3b76a8}.f5{color:#1d4f84}"
+    ".state{stroke:currentColor;fill:none}.swatch{fill:currentColor;stroke:#8a96a3;stroke-width:.5}"
+    ".runs{stroke:#8a96a3;stroke-width:5;fill:none}"
+    ".multiply{color:#0f6b5f}.stage{color:#63b5a5}.other{color:#a79ad2}.starve{color:#e2562f}.wait{color:#dbe1e7}"
+    ".idle{color:#fff}"
     "@media(prefers-color-scheme:dark){svg{fill:#dde3ea}.axis{stroke:#6b7784}.grid{stroke:#2a323b}.ink{stroke:#dde3ea}"
     ".paper{fill:#12171d}.rim,.halo{stroke:#12171d}.faint{fill:#9aa7b4}"
     ".predicted{color:#86aee8}.measured{color:#f08a4b}.floor{color:#f2698a}.final{color:#f9c09b}"
-    ".bar{color:#5b9bd1}.f1{color:#27313b}.f2{color:#34506b}.f3{color:#427aa8}.f4{color:#6aabdd}.f5{color:#b5dbf9}}"
+    ".bar{color:#5b9bd1}.f1{color:#27313b}.f2{color:#34506b}.f3{color:#427aa8}.f4{color:#6aabdd}.f5{color:#b5dbf9}"
+    ".runs{stroke:#6b7784}.multiply{color:#4fd0b4}.stage{color:#2d7d6f}.other{color:#7c70b8}.starve{color:#e8663f}"
+    ".wait{color:#2b343e}.idle{color:#12171d}}"
 )
 """The style of every picture, in light and in dark mode. A page contains it once.
 
@@ -76,12 +82,9 @@ def dots(points: Iterable[tuple[float, float]]) -> str:
     return "".join(f"M{_number(x)} {_number(y)}h0" for x, y in points)
 
 
-def boxes(rectangles: Iterable[tuple[float, float, float, float]]) -> str:
-    """The `d` of a path that fills rectangles, each x, y, width, height."""
-    return "".join(
-        f"M{_number(x)} {_number(y)}h{_number(width)}v{_number(height)}h{_number(-width)}z"
-        for x, y, width, height in rectangles
-    )
+def strokes(lines: Iterable[tuple[float, float, float]]) -> str:
+    """The `d` of a path of level lines, each x, y, length."""
+    return "".join(f"M{_number(x)} {_number(y)}h{_number(length)}" for x, y, length in lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from flywheel.vm.gpu.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A traced launch as a Timeline, for `layer` and `shares`. Its spans exclude waiting."""
+    """A traced launch as a Timeline, for `layer` and `shares`."""
 
     program: MegakernelProgram
     spans: tuple[TaskSpan, ...]
+    sms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,26 @@ def exchange_times(trace: LaunchTrace) -> list[ExchangeTimes]:
 
 
 def measured(program: MegakernelProgram, trace: LaunchTrace) -> Measured:
-    """A launch of `program`."""
-    return Measured(
-        program,
-        tuple(TaskSpan(each.task.id, each.sm, each.ready_us, each.done_us) for each in trace.tasks),
-    )
+    """A launch of `program`.
+
+    How long matrix warps starved is known of the launch, not of a task: the same share of each phase MULTIPLY is taken
+    for starving.
+    """
+    phases = [phase for each in trace.tasks for phase in each.phases if phase.phase is Phase.MULTIPLY]
+    multiplied = sum(phase.end_us - phase.start_us for phase in phases)
+    starved = trace.starved * trace.span_us * trace.sms
+    fed = max(0.0, 1.0 - starved / multiplied) if multiplied else 0.0
+    return Measured(program, tuple(_span(each, fed) for each in trace.tasks), trace.sms)
+
+
+def _span(traced: TracedTask, fed: float) -> TaskSpan:
+    """A task whose matrix warps had weights for the share `fed` of the phase MULTIPLY."""
+    took = dict.fromkeys(Phase, 0.0) | {phase: end - start for phase, start, end in traced.phases}
+    other = took[Phase.FINISH] + took[Phase.RUN] + took[Phase.SIGNAL]
+    return TaskSpan(
+        traced.task.id, traced.sm, traced.current_us, traced.ready_us, traced.done_us,
+        took[Phase.STAGE], took[Phase.MULTIPLY] * fed, other,
+    )  # fmt: skip
 
 
 def operation_times(trace: LaunchTrace) -> list[OperationTimes]:

@@ -93,6 +93,7 @@ def test_predict_prints_the_waits_and_writes_a_trace_and_a_picture(
     drawn = picture.read_text(encoding="utf-8")
     assert "layer 1 on every worker" in drawn and "a row is a worker" in drawn
     assert "…" not in drawn
+    assert 'class="state stage"' in drawn and 'class="state starve"' in drawn and 'class="state multiply"' not in drawn
     assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 980
     document = json.loads(run("mpk", "predict", unpacked("tiny"), "--json").stdout)
     assert document["prediction"]["latency_us"] > document["prediction"]["floor_us"] > 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def test_a_valid_program_fires_completely_and_has_a_prediction(run: Run, program
     assert (document["valid"], document["stuck"], document["violations"], document["seeds"]) == (True, [], [], 3)
     prediction = document["prediction"]
     assert prediction["floor_fraction"] == pytest.approx(prediction["floor_us"] / prediction["latency_us"])
+    states = [prediction[name] for name in ("multiply", "stage", "other", "starve", "wait", "idle")]
+    assert sum(states) == pytest.approx(1.0) and min(states) >= 0.0
     shares = [row["time_share"] for row in document["operations"]]
     assert sum(shares) == pytest.approx(1.0)
     assert sum(row["tasks"] for row in document["operations"]) == document["fired"]
@@ -26,6 +29,7 @@ def test_a_valid_program_fires_completely_and_has_a_prediction(run: Run, program
 def test_the_text_shows_units_and_operations(run: Run, program: Path) -> None:
     text = run("simulate", str(program), "--orders", "1").stdout
     assert "us by the cost model" in text
+    assert re.search(r"an SM +multiply [\d.]+ %, stage [\d.]+ %, other", text)
     assert "down_proj" in text
 
 

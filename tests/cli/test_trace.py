@@ -93,6 +93,9 @@ def test_the_document_adds_up_and_the_files_are_there(run: Run, traced: list[Any
     (program, position), *_ = traced
     assert (document["position"], position, document["tasks"]) == (40, 40, len(program.tasks))
     assert sum(document["phases"].values()) + document["idle"] == pytest.approx(1.0)
+    assert sum(document["states"].values()) == pytest.approx(1.0)
+    assert document["states"]["starve"] == pytest.approx(document["phases"]["multiply"])  # less than matrix_starved
+    assert document["states"]["idle"] == pytest.approx(document["idle"], abs=1e-9)
     assert sum(row["sm_us"] for row in document["operations"]) / document["span_us"] + document["idle"] == (
         pytest.approx(1.0)
     )

@@ -12,7 +12,7 @@ from chains import DEEP, LLAMA_1B, LLAMA_8B, WIDE, Block, Chain, chain_program
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.cost_model import MACHINES, Vector, predict, timeline
+from flywheel.cost_model import MACHINES, State, Vector, predict, timeline
 from flywheel.cost_model.demand import demand_of
 from flywheel.cost_model.predict import MODEL_VERSION, latency_us
 from flywheel.errors import ConfigError, InvalidProgramError
@@ -95,11 +95,21 @@ def test_the_same_program_gets_the_same_prediction() -> None:
     assert predict(programs[0]) == predict(programs[0]) == predict(programs[1])
 
 
-def test_the_time_of_an_sm_is_work_waits_and_want_of_bytes() -> None:
-    prediction = predict(chain_program(LLAMA_1B, DEEP, 4))
-    columns = zip(prediction.busy_us, prediction.blocked_us, prediction.starved_us, prediction.finish_us, strict=True)
-    assert all(sum(parts) == pytest.approx(finish) for *parts, finish in columns)
-    assert prediction.latency_us > max(prediction.finish_us)
+def test_the_time_of_an_sm_is_waits_work_and_want_of_bytes() -> None:
+    program = chain_program(LLAMA_1B, DEEP, 4)
+    spans = timeline(program)
+    spent = dict.fromkeys(State, 0.0)
+    for before, span in zip([None, *spans], spans, strict=False):
+        assert span.came_us == (before.end_us if before is not None and before.sm == span.sm else 0.0)
+        at = span.came_us
+        for state, start, end in span.stretches():
+            assert start == at <= end
+            spent[state] += end - start
+            at = end
+        assert at == span.end_us
+        assert span.worked_us <= span.end_us - span.start_us + 1e-9
+    assert all(spent[state] > 0.0 for state in State if state is not State.IDLE)
+    assert predict(program).latency_us > max(span.end_us for span in spans)
 
 
 def test_a_timeline_covers_every_task_once_in_queue_order_and_agrees_with_the_prediction() -> None:
@@ -109,8 +119,7 @@ def test_a_timeline_covers_every_task_once_in_queue_order_and_agrees_with_the_pr
     for before, after in pairwise(spans):
         assert before.start_us <= before.end_us
         assert before.sm < after.sm or before.end_us <= after.start_us
-    last = {span.sm: span.end_us for span in spans}
-    assert predict(program).finish_us == tuple(last[sm] for sm in range(132))
+    assert {span.sm for span in spans} == set(range(132))
     signalled: dict[int, float] = {}
     for span in spans:
         counter = program.tasks[span.task].out_counter
@@ -163,7 +172,10 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
 def test_no_program_beats_the_weight_floor_or_its_busiest_sm(program: MegakernelProgram) -> None:
     prediction = predict(program)
     assert prediction.latency_us > prediction.floor_us > 0
-    assert prediction.latency_us > max(prediction.busy_us)
+    worked: dict[int, float] = {}
+    for span in timeline(program):
+        worked[span.sm] = worked.get(span.sm, 0.0) + span.worked_us
+    assert prediction.latency_us > max(worked.values())
     assert prediction == predict(program)
 
 

@@ -272,11 +272,15 @@ def test_no_cell_of_a_table_breaks_within_a_word(facts: Facts) -> None:
     assert ".wide{overflow-x:auto}" in style
 
 
-def test_busy_blocked_and_starved_are_explained_beside_the_picture(facts: Facts) -> None:
+def test_the_states_of_sms_are_explained_beside_the_picture_with_its_numbers(facts: Facts) -> None:
     text = page(facts, None, "x")
-    shown = text.index("The best schedule on every SM")
-    for word in ("Busy: ", "Blocked: ", "Starved: "):
-        assert text.index(word) > shown
+    below = text[text.index("The best schedule on every SM") :]
+    legend = dict(re.findall(r">(\w+) ([\d.]+% \([\d.]+%)\)<", below))
+    table = {name: f"{here} ({step}" for name, here, step in re.findall(
+        r"<td>(\w+)</td><td class=\"n\">([\d.]+%)</td><td class=\"n\">([\d.]+%)</td><td>it", below)}  # fmt: skip
+    assert list(legend) == ["multiply", "stage", "other", "starve", "wait", "idle"]
+    assert table.items() <= legend.items()
+    assert len(table) == len(legend)
 
 
 def test_every_table_has_a_box_of_its_own_to_scroll_in(facts: Facts) -> None:
@@ -358,13 +362,14 @@ def test_what_was_known_before_and_the_spread_of_finals_are_drawn(make_records: 
     assert len(re.findall(r'<path d="M[\d. ]+L[\d. ]+" stroke="currentColor" class="final"/>', drawing)) == finals > 0
 
 
-def test_the_layer_shows_each_of_its_tasks_once(facts: Facts) -> None:
+def test_each_task_of_a_product_in_the_layer_multiplies_once(facts: Facts) -> None:
     assert facts.schedule is not None
     program = facts.schedule.program
     layers = sorted({int(found[1]) for task in program.tasks if (found := re.match(r"L(\d+)\.", task.label))})
     middle = [task for task in program.tasks if task.label.startswith(f"L{layers[len(layers) // 2]}.")]
+    products = [task for task in middle if task.label.endswith("_proj")]
     root = ElementTree.fromstring(pictures(facts)["layer.svg"])
-    paths = [each.get("d") or "" for each in root.iter() if each.get("class") == "tasks"]
-    assert sum(path.count("M") for path in paths) == len(middle)
+    (multiplying,) = [each.get("d") or "" for each in root.iter() if each.get("class") == "state multiply"]
+    assert multiplying.count("M") == len(products) > 100
     assert sum(share.tasks for share in shares(facts.schedule)) == len(timeline(program))
     assert sum(share.time_share for share in shares(facts.schedule)) == pytest.approx(1)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from statistics import median
 from typing import Any
 from xml.etree import ElementTree
@@ -11,16 +13,26 @@ import pytest
 from imagined import SPECS, TARGET
 from traces import small_program, small_trace
 
-from flywheel.cost_model import predict, timeline
+from flywheel.cost_model import State, predict, timeline
 from flywheel.lowering.lower import lower
 from flywheel.report.chrome import chrome_trace, measured_slices, predicted_slices
 from flywheel.report.facts import Schedule
-from flywheel.report.layer import BY_MODEL, layer, operation, shares
-from flywheel.report.palette import RESERVED, colour
+from flywheel.report.layer import (
+    BY_MODEL,
+    MEANINGS,
+    Timeline,
+    layer,
+    operation,
+    shares,
+    step_states,
+    window,
+    window_states,
+)
+from flywheel.report.palette import RESERVED, reserved
 from flywheel.report.svg import standalone
 from flywheel.report.traced import hand_off_times, idle_us, layer_times, measured, operation_times
 from flywheel.search.space import make_space
-from flywheel.search.workload import Workload
+from flywheel.search.workload import Workload, make_workload
 from flywheel.vm.gpu.trace import Phase, hand_offs
 
 PHASES = {phase.value for phase in Phase}
@@ -105,8 +117,9 @@ def test_a_measured_layer_is_drawn_as_a_predicted_one_and_says_so() -> None:
     assert [text for text in texts if text.endswith(title)] == [texts[0], texts[0]]  # its name, and what is seen
     assert any("began, measured on an H100" in text for text in texts)
     assert BY_MODEL not in drawn
-    boxes = [each.get("d") or "" for each in root.iter() if each.get("class") == "tasks"]
-    assert sum(path.count("M") for path in boxes) == sum(task.label.startswith("L1.") for task in program.tasks)
+    names = {operation(task.label) for task in program.tasks if task.label.startswith("L1.")}
+    assert sum(each.get("class") == "runs" for each in root.iter()) == len(names)
+    assert names <= set(texts)
     assert not re.search(r"\b(?:href|src)=", drawn)
     assert "script" not in drawn
 
@@ -137,14 +150,73 @@ def test_rows_of_several_gpus_are_parted_and_named() -> None:
     assert border == pytest.approx((top + bottom) / 2, abs=0.02)
 
 
-def test_an_operation_has_one_colour_in_every_picture() -> None:
-    program = small_program()
-    drawn = standalone(layer(measured(program, small_trace()), "measured on an H100"))
-    names = {operation(task.label) for task in program.tasks if task.label.startswith("L1.")}
-    assert set(re.findall(r'fill="(#\w+)" class="tasks"', drawn)) == {colour(name) for name in names}
-    assert colour("q_norm") == colour("final_norm")
-    assert colour("gate_proj") != colour("down_proj")
-    assert {colour(f"somebody_elses_{number}") for number in range(20)} <= set(RESERVED.values())
+STARVED = 0.06
+"""In the fixture, tasks are at a phase MULTIPLY for longer than this share of the launch."""
+
+
+@cache
+def timelines() -> dict[str, Timeline]:
+    work = make_workload("smollm2-135m", "l4", "bf16", 512)
+    space = make_space(work)
+    program = lower(work.graph, space.to_config(space.known_good()[0]), work.target)
+    predicted = Schedule(program, tuple(timeline(program)), predict(program), "9")
+    return {"measured": measured(small_program(), replace(small_trace(), starved=STARVED)), "predicted": predicted}
+
+
+@pytest.mark.parametrize("kind", ["measured", "predicted"])
+def test_the_area_of_each_colour_is_the_share_that_the_legend_states(kind: str) -> None:
+    found = timelines()[kind]
+    root = ElementTree.fromstring(layer(found))
+    (axis,) = [each.get("d") or "" for each in root.iter() if each.get("class") == "axis"]
+    left, right = map(float, re.findall(r"^M([\d.]+).*H([\d.]+)$", axis)[0])
+    area: dict[str, float] = dict.fromkeys(State, 0.0)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for path in root.iter():
+        if (path.get("class") or "").startswith("state "):
+            for x, y, length in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", path.get("d") or ""):
+                area[(path.get("class") or "").removeprefix("state ")] += float(length)
+                lines.setdefault(y, []).append((float(x), float(x) + float(length)))
+    assert len({path.get("stroke-width") for path in root.iter() if "state " in (path.get("class") or "")}) == 1
+    assert len(lines) == found.sms  # each row is drawn, and nothing in it covers anything else
+    for drawn in lines.values():
+        assert all(before[1] <= after[0] + 0.021 for before, after in pairwise(sorted(drawn)))
+        assert left - 0.01 <= min(drawn)[0] and max(drawn)[1] <= right + 0.01
+    whole = (right - left) * found.sms
+    area[State.IDLE] = whole - sum(area.values())
+    texts = [each.text or "" for each in root.iter() if each.tag.endswith("text")]
+    stated = {name: float(share) for text in texts for name, share in re.findall(r"^(\w+) ([\d.]+)% \(", text)}
+    assert list(stated) == list(MEANINGS) == list(State)
+    for name, share in stated.items():
+        assert area[name] / whole * 100 == pytest.approx(share, abs=0.1)
+    assert min(stated["multiply"], stated["starve"], stated["wait"], stated["stage"]) > 1
+
+
+@pytest.mark.parametrize("kind", ["measured", "predicted"])
+def test_states_make_up_all_time_of_all_sms(kind: str) -> None:
+    found = timelines()[kind]
+    for told in (step_states(found), window_states(found, window(found))):
+        assert sum(told.values()) == pytest.approx(1.0)
+        assert min(told.values()) >= 0.0
+
+
+def test_states_of_a_trace_are_its_phases_and_its_starving() -> None:
+    trace, times = replace(small_trace(), starved=STARVED), operation_times(small_trace())
+    told = step_states(measured(small_program(), trace))
+    phases = {phase: sum(each.phases_us[phase] for each in times) / trace.span_us for phase in Phase}
+    assert told[State.STARVE] == pytest.approx(STARVED)
+    assert told[State.MULTIPLY] == pytest.approx(phases[Phase.MULTIPLY] - STARVED)
+    assert told[State.STAGE] == pytest.approx(phases[Phase.STAGE])
+    assert told[State.WAIT] == pytest.approx(phases[Phase.WAIT])
+    assert told[State.IDLE] == pytest.approx(idle_us(trace) / trace.span_us)
+    hungry = step_states(measured(small_program(), replace(trace, starved=0.99)))
+    assert hungry[State.STARVE] == pytest.approx(phases[Phase.MULTIPLY])
+    assert hungry[State.MULTIPLY] == 0.0
+
+
+def test_an_operation_has_one_colour_in_every_trace_file() -> None:
+    assert reserved("q_norm") == reserved("final_norm")
+    assert reserved("gate_proj") != reserved("down_proj")
+    assert {reserved(f"somebody_elses_{number}") for number in range(20)} <= set(RESERVED)
 
 
 def test_shares_of_measured_spans_leave_out_the_waiting() -> None:
@@ -173,7 +245,7 @@ def test_a_trace_file_has_one_track_an_sm_and_each_task_once(kind: str) -> None:
     for task in program.tasks:
         event = tasks[task.id]
         assert (event["name"], event["args"]["label"]) == (operation(task.label), task.label)
-        assert RESERVED[event["cname"]] == colour(event["name"])
+        assert event["cname"] == reserved(event["name"])
         assert (event["tid"], event["args"]["bytes"]) == (task.sm + 1 if task.sm is not None else None, task.est_bytes)
         assert event["args"]["waits"].count("counter") == len(task.waits)
 

@@ -91,13 +91,14 @@ _JUST_IN_TIME: Final = (LAUNCH, LAUNCH_MASSIVE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A task on a worker: the times, in us, at which the worker looks at it, its event is met, and it is done. `node`
-    is its position."""
+    """A task on a worker: the times, in us, at which the worker looks at it, its event is met, its pipeline is filled
+    and it streams its bytes, and it is done. `node` is its position."""
 
     node: int
     worker: int
     ready_us: float
     met_us: float
+    filled_us: float
     done_us: float
 
 
@@ -242,7 +243,7 @@ class _Walk:
 
     def _finish(self, index: int, worker: int) -> None:
         ready_us, met_us = self._looked.pop(index)
-        self.spans.append(Span(index, worker, ready_us, met_us, self._now))
+        self.spans.append(Span(index, worker, ready_us, met_us, met_us + self._fill_us[index], self._now))
         counter = self._nodes[index].out_counter
         self._left[counter] -= 1
         if not self._left[counter]:
