@@ -86,7 +86,7 @@ def gains_in_words(gains: Gains) -> str | None:
 
 def _over(best: TrialRecord, other: TrialRecord, what: str) -> str:
     took = rounded(_latency(other)) if other.latency_us is None else f"{other.latency_us:,.1f}"
-    return f"{faster(best, other) * 100:.1f} % over {what} ({took} us)"
+    return f"{faster(best, other) * 100:.1f} % over {what} ({took} us, config {other.config_id})"
 
 
 def gains_document(gains: Gains | None) -> dict[str, float | bool | None] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from flywheel.plan import program_id
 from flywheel.store.schedule import load_schedule
 from flywheel.store.shipped import SHIPPED
 from flywheel.store.sql import open_store
+from flywheel.store.tsv import from_tsv
 
 Run = Callable[..., Result]
 SHIPPED_NAME = "llama3.2-1b-h100-bf16-c512-b1"
@@ -94,10 +96,17 @@ def measured(row: TrialRecord) -> TrialRecord:
     )  # fmt: skip
 
 
-def test_a_search_says_what_it_gained_over_what_was_known(run: Run) -> None:
-    document = json.loads(run("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1",
-                              "--trials", "12", "--json").stdout)  # fmt: skip
+def test_a_search_says_what_it_gained_over_what_was_known_and_names_those_schedules(run: Run) -> None:
+    work = ("--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict")
+    document = json.loads(run("search", *work, "--jobs", "1", "--trials", "12", "--json").stdout)
     gained, best = document["gained"], document["best"]
     assert gained["best_us"] == best["predicted_us"] <= gained["seed_us"] <= gained["start_us"]
     assert gained["over_seed"] == pytest.approx(gained["seed_us"] / gained["best_us"] - 1)
     assert gained["sure"] is None
+    rows = {row.config_id: row for row in from_tsv(run("export", "--format", "tsv").stdout)}
+    words = run("campaigns", document["campaign"]).stdout
+    for what, least_us in (("the best schedule that was known", gained["seed_us"]),
+                           ("the one that a search tries first", gained["start_us"])):  # fmt: skip
+        named = re.search(rf"% over {what} \([\d,]+ us, config ([0-9a-f]{{12}})\)", " ".join(words.split()))
+        assert named is not None, words
+        assert rows[named[1]].predicted_us == least_us
