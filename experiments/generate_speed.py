@@ -25,13 +25,13 @@ import torch
 from flywheel.cli.files import load_config
 from flywheel.decode.cuda import CudaModel, CudaSession
 from flywheel.decode.generate import generate
-from flywheel.decode.request import Request
 from flywheel.decode.session import stream_by_steps
 from flywheel.decode.source import Source, open_source
 from flywheel.ir import TARGETS, DType, GpuTarget, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.runtime.sequences import Request
 from flywheel.vm.gpu.driver import open_gpu
 
 CONTEXT, TOKENS, ROUNDS = 512, 256, 5

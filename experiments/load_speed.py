@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from flywheel.decode.bundled import BundleSession
-from flywheel.decode.sampling import GREEDY
-from flywheel.decode.stored import sample_digest
 from flywheel.errors import KernelCompileError
 from flywheel.ir import BufferKind, DType, MegakernelProgram, ScheduleConfig, validate
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.plan.kernels import arch_name
+from flywheel.runtime.reading import read_bundle
+from flywheel.runtime.sequences import GREEDY
+from flywheel.runtime.session import BundleSession
+from flywheel.runtime.weights import sample_digest
+from flywheel.runtime.writing import bundle_files, write_folder
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.workload import Workload, make_workload
-from flywheel.vm.bundle.reading import read_bundle
-from flywheel.vm.bundle.writing import bundle_files, write_folder
 from flywheel.vm.gpu.nvrtc import compile_variant, nvrtc_version
 from flywheel.vm.pack import pack
 
@@ -43,8 +43,8 @@ NEVER = ("torch", "optuna", "sqlalchemy", "alembic", "numba", "scipy", "click")
 READ = """
 import json, sys, time
 from pathlib import Path
-import flywheel.decode.bundled
-from flywheel.vm.bundle.reading import read_bundle
+import flywheel.runtime.session
+from flywheel.runtime.reading import read_bundle
 imported = time.process_time()
 read_bundle(Path(sys.argv[1]))
 print(json.dumps([imported, time.process_time() - imported, sorted(sys.modules)]))

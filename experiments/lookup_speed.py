@@ -25,13 +25,13 @@ import torch
 from lookup_acceptance import EDITED, READ, SUMMARISED, TEXTS, summary_of, tokens_of
 
 from flywheel.decode.opening import open_session
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import JudgedSession
 from flywheel.decode.source import Source, open_source
 from flywheel.decode.step import Positions, Step, positions_of
 from flywheel.lowering.lower import lower
 from flywheel.models.spec import DecoderSpec
+from flywheel.runtime.sequences import GREEDY, Sampling
 from flywheel.search.knowledge.chosen import choose_schedule
 from flywheel.search.workload import Workload, find_target
 

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
-from flywheel.decode.cuda import LAUNCH_LIMIT_S, CudaModel, CudaSession, prepare_torch
+from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.source import open_source
 from flywheel.ir import ScheduleConfig
 from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
+from flywheel.runtime.session import LAUNCH_LIMIT_S
 from flywheel.search.knowledge.chosen import choose_schedule, settle_work
 from flywheel.search.trials.device import gpu_of
 from flywheel.vm.gpu.driver import open_gpu

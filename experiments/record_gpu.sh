@@ -116,13 +116,13 @@ part() {
   local of=(--model "$model" --weights "$weights" --batch "$batch" --ranks "$ranks")
   case "$kind" in
     conformance)
-      tests conformance.txt 300 tests/gpu tests/decode tests/judge tests/rivals tests/vm \
+      tests conformance.txt 300 tests/gpu tests/decode tests/judge tests/rivals tests/runtime tests/vm \
         tests/cli/test_cuda.py tests/cli/test_quantised_checkpoints.py tests/interop/mpk/test_converting.py "${one_gpu[@]}" ;;
     ranks) tests ranks.txt 300 -n 0 tests/vm/gpu/test_peers.py tests/vm/gpu/test_probes.py tests/decode/test_ranks_on_one_gpu.py ;;
     formats)
       tests formats.txt 300 tests/cli/test_quantised_checkpoints.py tests/decode/test_formats_on_gpu.py \
         tests/gpu/test_coded.py tests/decode/test_sequences_on_the_gpu.py tests/decode/test_lanes_on_the_gpu.py \
-        tests/decode/test_sampling.py tests/decode/test_bundle_on_gpu.py tests/vm/gpu "${one_gpu[@]}" ;;
+        tests/decode/test_sampling.py tests/runtime/test_bundle_on_gpu.py tests/vm/gpu "${one_gpu[@]}" ;;
     sanitizer) python3 experiments/sanitize.py --commit "$commit" --record "$output/sanitizer.txt" ;;
     probe) record doctor.txt doctor --probe ;;
     search)

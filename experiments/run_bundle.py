@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flywheel.decode.stored import open_stored  # where a tensor's bytes are in a checkpoint
+from flywheel.runtime.weights import open_stored  # where a tensor's bytes are in a checkpoint
 from flywheel.vm.gpu.driver import Gpu, Memory, open_gpu  # CUDA's driver: memory, copies, launches
 from flywheel.vm.gpu.nvrtc import CompiledUnit, EntryUsage
 

@@ -24,10 +24,9 @@ from typing import Any
 import uvicorn
 from serve_speed import write_model
 
-from flywheel.decode.made import Made
-from flywheel.decode.sampling import Sampling
 from flywheel.errors import CacheMemoryError
 from flywheel.models.catalog import CATALOG
+from flywheel.runtime.sequences import Made, Sampling
 from flywheel.serve.app import make_app
 from flywheel.serve.decoder import Decoder
 from flywheel.serve.engine import Engine

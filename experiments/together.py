@@ -13,7 +13,7 @@ import time
 from statistics import median
 
 from flywheel import Decoder
-from flywheel.decode.sampling import GREEDY, Sampling
+from flywheel.runtime.sequences import GREEDY, Sampling
 from flywheel.serve.answers import Answer
 
 CONTEXT, PROMPT, TOKENS, ROUNDS = 512, 64, 120, 3

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flywheel.api.evaluating import evaluate
     from flywheel.api.frame import to_dataframe
     from flywheel.api.searching import search
-    from flywheel.decode.sampling import Sampling
+    from flywheel.runtime.sequences import Sampling
     from flywheel.serve.decoder import Decoder
     from flywheel.store.schedule import load_schedule
     from flywheel.store.sql import read_store as open_store
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
         case "Decoder":
             return import_module("flywheel.serve.decoder").Decoder
         case "Sampling":
-            return import_module("flywheel.decode.sampling").Sampling
+            return import_module("flywheel.runtime.sequences").Sampling
         case "evaluate":
             return import_module("flywheel.api.evaluating").evaluate
         case "load_schedule":

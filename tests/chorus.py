@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import Sequences
+from flywheel.runtime.sequences import GREEDY, Sampling
 
 
 @dataclass(frozen=True)

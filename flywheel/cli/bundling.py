@@ -97,7 +97,7 @@ def _write(
     from flywheel.decode.bundling import make_bundle
     from flywheel.lowering.lower import lower
     from flywheel.models.catalog import model_path
-    from flywheel.vm.bundle.writing import check_new, write_folder
+    from flywheel.runtime.writing import check_new, write_folder
 
     if output is None:
         raise UsageError("export: --format bundle needs --output DIR")

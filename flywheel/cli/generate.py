@@ -25,17 +25,17 @@ from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import command, json_option, ranks_option, sampling_options, store_option
 from flywheel.cli.text import duration, note, show_document, show_json
 from flywheel.decode.notes import notes_of_tokenizer
-from flywheel.decode.sampling import Sampling
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.models.decoder import MAX_BATCH
+from flywheel.runtime.sequences import Sampling
 from flywheel.serve.text import Streamer, push_all
 
 if TYPE_CHECKING:
     from flywheel.decode.generate import Generation
-    from flywheel.decode.request import Request
     from flywheel.decode.source import Source
     from flywheel.models.tokenizer import Tokenizer
+    from flywheel.runtime.sequences import Request
 
 
 @command
@@ -195,8 +195,8 @@ def _request(
 ) -> Request:
     """The request of a prompt, which ends at the model's own ends. Raises as `make_request`."""
     from flywheel.decode.interface import read_interface
-    from flywheel.decode.request import make_request
     from flywheel.models.tokenizer import end_ids
+    from flywheel.runtime.sequences import make_request
 
     stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder, tokenizer)
     return make_request(ids, max_tokens, stop_ids, source.spec, read_interface(program, source.spec).context)

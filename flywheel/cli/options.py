@@ -18,10 +18,10 @@ from flywheel.cli.completing import completed
 from flywheel.cli.helping import HelpedCommand
 from flywheel.cli.text import HELP, json_text, note, show_document, show_json, stdout_taken, take_stdout
 from flywheel.cli.wording import old_variables
-from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
 from flywheel.ir import MAX_RANKS
 from flywheel.models.decoder import MAX_BATCH
+from flywheel.runtime.sequences import GREEDY
 from flywheel.search.spec import DEFAULTS as DEFAULTS
 
 _F = TypeVar("_F", bound=Callable[..., Any])

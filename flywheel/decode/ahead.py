@@ -16,14 +16,13 @@ from torch import Tensor
 from flywheel.decode.caches import Caches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import WORDS, most_asked, read_row, report
-from flywheel.decode.made import Explain, Made, not_finite
 from flywheel.decode.on_gpu import torch_device
-from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
 from flywheel.decode.views import view
 from flywheel.errors import CacheMemoryError, FlywheelError
 from flywheel.ir import NO_TOKEN
 from flywheel.plan.variant import WARP
+from flywheel.runtime.sequences import Explain, Made, Sampling, not_finite
 from flywheel.vm.gpu.loader import POSITIONS
 from flywheel.vm.gpu.ranked import AnyProgram
 

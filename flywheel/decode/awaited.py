@@ -45,7 +45,7 @@ class Prefilled(Protocol):
         """Start the sequence of a row: read its prompt with torch."""
 
     def explain(self, text: Sequence[int]) -> str:
-        """See `made.Explain`. No launch may be running."""
+        """See `runtime.sequences.Explain`. No launch may be running."""
 
 
 class AwaitedLaunches:
@@ -88,7 +88,7 @@ class AwaitedLaunches:
             within_memory(what, work)
 
     def explain(self, text: Sequence[int]) -> str:
-        """See `made.Explain`."""
+        """See `runtime.sequences.Explain`."""
         return self._session.explain(text)
 
     def step_rows(

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from flywheel.decode.interface import read_interface
 from flywheel.decode.source import open_source
-from flywheel.decode.stored import Stored, is_stored, open_stored, sample_of, tensor_digest
-from flywheel.decode.unpacked import LAYOUTS, elements, part_of, stored_name
 from flywheel.errors import InvalidProgramError, UsageError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
 from flywheel.ir.lanes import lanes_of
@@ -20,8 +18,19 @@ from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec
 from flywheel.models.tokenizer_files import beside_weights
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
+from flywheel.runtime.weights import (
+    LAYOUTS,
+    Stored,
+    elements,
+    is_stored,
+    open_stored,
+    part_of,
+    sample_of,
+    stored_name,
+    tensor_digest,
+)
+from flywheel.runtime.writing import bundle_files
 from flywheel.version import VERSION
-from flywheel.vm.bundle.writing import bundle_files
 from flywheel.vm.elements import stored
 from flywheel.vm.gpu.nvrtc import CompiledVariant, compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
@@ -43,10 +52,10 @@ def make_bundle(
     """The files of the bundle of a program that decodes the checkpoint in `folder`, by name. `schedule` describes the
     lowered schedule, JSON-ready. Reads all weights.
 
-    Raises UsageError for a checkpoint quantised in a layout that `unpacked` does not know, for a program with quantised
-    matrices where the checkpoint has none, and for several ranks or lanes; InvalidProgramError for an unsafe program;
-    WeightsError, also for a checkpoint that `open_source` refuses and for weights that are not finite, TensorError,
-    ConfigError and KernelCompileError.
+    Raises UsageError for a checkpoint quantised in a layout that `runtime.weights` does not know, for a program with
+    quantised matrices where the checkpoint has none, and for several ranks or lanes; InvalidProgramError for an unsafe
+    program; WeightsError, also for a checkpoint that `open_source` refuses and for weights that are not finite,
+    TensorError, ConfigError and KernelCompileError.
     """
     if program.ranks > 1:
         raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flywheel.decode.sampling import Sampling
 from flywheel.ir import NO_TOKEN
+from flywheel.runtime.sequences import Sampling
 
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd number whose multiples differ in all bits, so that neighbouring seeds draw independent numbers."""

@@ -21,7 +21,6 @@ from flywheel.decode.launched import Launched, Place, beside, places_of
 from flywheel.decode.on_gpu import ModelOnGpu, granules_of, moved, torch_device
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.queued import QueuedSequences
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences, check_join, stream_by_lanes
 from flywheel.decode.session import TokenStream, hold_rows
 from flywheel.decode.shared_caches import SharedCaches
@@ -37,6 +36,8 @@ from flywheel.models.quantise import is_part
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import WeightsOnRequest, bind, bind_on_request
 from flywheel.process import sum_in_float32
+from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.session import LAUNCH_LIMIT_S
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.granules import Granules
@@ -47,9 +48,6 @@ from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.gpu.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
 from flywheel.vm.gpu.trace import LaunchTrace, read_stamps
 from flywheel.vm.pack import AnyPacked, PackedRanks, pack_any
-
-LAUNCH_LIMIT_S: Final = 5.0
-"""Time limit of a launch in seconds. The slowest known GPU reads all its memory in 0.1 s."""
 
 Tokens = int | Sequence[int]
 """A token of the only sequence, or one of each sequence."""

@@ -36,7 +36,7 @@ _WEIGHTS: Final = MappingProxyType(
 
 
 def explain_text(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
-    """An `Explain` of `made` by the weights, and by the oracle's tensors over the text, each rounded to `dtype`.
+    """A `runtime.sequences.Explain` by the weights, and by the oracle's tensors over the text, each rounded to `dtype`.
 
     It takes about as long as reading the text as a prompt. It is empty where that takes longer than _LIMIT_S, where
     there is no memory for it, and for WeightsOnRequest, which take minutes to make.

@@ -10,14 +10,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from flywheel.decode.made import not_finite
-from flywheel.decode.request import Request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import DecodeSession
 from flywheel.errors import MismatchError, NonFiniteError
 from flywheel.ir import DType
 from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.eager import EagerDecoder
+from flywheel.runtime.sequences import GREEDY, Request, Sampling, not_finite
 from flywheel.tensors import all_finite
 
 Finish = Literal["eos", "length"]

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flywheel.decode.made import Logprobs
-from flywheel.decode.sampling import MOST_LIKELY, Sampling
+from flywheel.runtime.sequences import MOST_LIKELY, Logprobs, Sampling
 
 WORDS: Final = 1 + 2 * MOST_LIKELY
 """Most 32-bit words of a row of `report`."""

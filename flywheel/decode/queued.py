@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 
 from flywheel.decode.ahead import QueuedRows
 from flywheel.decode.caches import Caches
-from flywheel.decode.made import Made
 from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.prefixes import Prefixes
-from flywheel.decode.sampling import Sampling
 from flywheel.errors import CacheMemoryError, FlywheelError, GpuMemoryError, UsageError
+from flywheel.runtime.sequences import Made, Sampling
 
 CheckJoin = Callable[[Sequence[int], int], None]
 
 
 class QueuedSequences:
-    """Implements `decode.sequences.Sequences`. torch reads a prompt in the stream of the launches, after those that are
+    """Implements `Sequences`. torch reads a prompt in the stream of the launches, after those that are
     queued."""
 
     def __init__(self, rows: QueuedRows, caches: Caches, prefill: Prefill, batch: int, check: CheckJoin) -> None:

@@ -12,13 +12,12 @@ from flywheel.decode.caches import Caches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import most_asked, read_row, report
 from flywheel.decode.lookup import Lookup, accepted
-from flywheel.decode.made import Made, not_finite
 from flywheel.decode.prefixes import Prefixes
-from flywheel.decode.sampling import Sampling
 from flywheel.decode.step import Positions, Step, check_place, check_prompt
 from flywheel.errors import CacheMemoryError, FlywheelError, UsageError
 from flywheel.ir import NO_TOKEN
 from flywheel.models.spec import DecoderSpec
+from flywheel.runtime.sequences import Made, Sampling, not_finite
 
 
 class Sequences(Protocol):
@@ -90,7 +89,7 @@ class Stepped(Protocol):
         """Start the sequence of a row: read its prompt from `start` on. Earlier positions are cached."""
 
     def explain(self, text: Sequence[int]) -> str:
-        """See `made.Explain`. No launch may be running."""
+        """See `runtime.sequences.Explain`. No launch may be running."""
 
 
 class Closing(Protocol):

@@ -13,9 +13,7 @@ from flywheel.decode.choices import choose
 from flywheel.decode.finite import explain_text
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
-from flywheel.decode.made import not_finite
 from flywheel.decode.prefill import Prefill
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import Sequences, SteppedSequences, stream_by_lanes
 from flywheel.decode.source import Weights
 from flywheel.decode.step import Positions, Step, check_prompt, check_rows, lane_places, positions_of
@@ -26,6 +24,7 @@ from flywheel.models.eager import LayerCache
 from flywheel.models.quantise import typed
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
+from flywheel.runtime.sequences import GREEDY, Sampling, not_finite
 from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.reference import BoundProgram, ReferenceVM
 
@@ -69,7 +68,7 @@ class DecodeSession(Protocol):
         """
 
     def explain(self, text: Sequence[int]) -> str:
-        """See `made.Explain`. No launch may be running."""
+        """See `runtime.sequences.Explain`. No launch may be running."""
 
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         """Replace the caches by copies of `layers`; positions after theirs hold nothing."""

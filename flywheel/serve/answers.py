@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 from weakref import ref
 
-from flywheel.decode.made import Made
-from flywheel.decode.request import Request
-from flywheel.decode.sampling import Sampling
 from flywheel.errors import CacheMemoryError, FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
+from flywheel.runtime.sequences import Made, Request, Sampling
 from flywheel.serve.likely import Likely, Speller
 from flywheel.serve.text import DecodeEach, Streamer, push_all
 

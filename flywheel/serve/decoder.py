@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, Unpack
 
-from flywheel.decode.request import make_request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, NoGpuError, UsageError
 from flywheel.installing import lacking
 from flywheel.ir import DType
@@ -20,15 +18,16 @@ from flywheel.models.catalog import modules_of, resolve_model
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer, no_tokenizer
+from flywheel.runtime.sequences import GREEDY, Sampling, make_request
 from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
 from flywheel.serve.likely import Likely, Spelled, Speller
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
 
 if TYPE_CHECKING:
-    from flywheel.decode.bundled import Check
     from flywheel.decode.notes import Note
     from flywheel.decode.source import Weights
+    from flywheel.runtime.weights import Check
 
 Device = Literal["reference", "cuda"]
 Prompt = str | Sequence[int]
@@ -160,9 +159,9 @@ class Decoder:
             raise BundleError(f"bundle {folder}: {what} is fixed by the bundle; omit it")
         if weights is None:
             raise BundleError(f"bundle {folder}: has no weights; give their checkpoint's directory, or tensors")
-        from flywheel.decode.bundled import BundleSession, spec_of
         from flywheel.decode.notes import notes_of_model
-        from flywheel.vm.bundle.reading import read_bundle
+        from flywheel.runtime.reading import read_bundle
+        from flywheel.runtime.session import BundleSession, spec_of
         from flywheel.vm.gpu import driver
 
         bundle = read_bundle(folder)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flywheel.decode.made import Made
+from flywheel.runtime.sequences import Made
 
 Spelled = tuple[str, tuple[int, ...] | None]
 """A token's text within its context, and its bytes; None if they are not known."""

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from flywheel.decode.sampling import MOST_LIKELY, Sampling
 from flywheel.errors import UsageError
+from flywheel.runtime.sequences import MOST_LIKELY, Sampling
 from flywheel.serve.answers import Piece
 from flywheel.serve.fields import Prompt, asking, document_of, malformed, prompts, stops, text_of, within
 from flywheel.serve.likely import Likely

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Final
 
 from flywheel.decode.notes import Note
-from flywheel.decode.sampling import Sampling
 from flywheel.errors import ContextError, FlywheelError, TokenizerError, UsageError
 from flywheel.process import enter_child
+from flywheel.runtime.sequences import Sampling
 from flywheel.serve.answers import Answer, Finish, Piece
 from flywheel.serve.decoder import Decoder
 from flywheel.serve.reading import PromptReader

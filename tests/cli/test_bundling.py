@@ -14,8 +14,8 @@ from emulator.bundles import write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from flywheel.ir import ScheduleConfig, config_to_dict
+from flywheel.runtime.reading import read_bundle
 from flywheel.store.schedule import load_schedule
-from flywheel.vm.bundle.reading import read_bundle
 
 Run = Callable[..., Result]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from click.testing import Result
 
-from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.step import Step
 from flywheel.errors import NoGpuError
 from flywheel.ir import ScheduleConfig, config_to_dict
+from flywheel.runtime.sequences import Sampling
 from flywheel.serve.decoder import Decoder
 
 Run = Callable[..., Result]

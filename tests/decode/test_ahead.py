@@ -10,8 +10,8 @@ from decode.late_gpu import CONTEXT, GRANULE, SPEC, late_sequences, speech
 
 from flywheel.decode.ahead import AHEAD, decode_ahead
 from flywheel.decode.queued import QueuedSequences
-from flywheel.decode.sampling import GREEDY
 from flywheel.errors import CacheMemoryError
+from flywheel.runtime.sequences import GREEDY
 
 
 def test_sequences_that_come_and_go_get_what_each_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from decode.test_prefixes import BEGINNING, CONTEXT, GRANULE, SPEC, session_of
 from effort import sample
 
 from flywheel.decode.host import HostGranules
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import Sequences
 from flywheel.errors import CacheMemoryError
+from flywheel.runtime.sequences import GREEDY, Sampling
 
 
 @dataclass

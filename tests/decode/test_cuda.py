@@ -10,7 +10,6 @@ import torch
 
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
-from flywheel.decode.request import make_request
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import TensorError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget, MegakernelProgram, ScheduleConfig
@@ -20,6 +19,7 @@ from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import make_request
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
 

@@ -16,12 +16,9 @@ from spoilt import DOWN, EMBED, after, overflowing
 from torch import Tensor, inf, nan
 
 from flywheel.decode.choices import Choices, choose
-from flywheel.decode.drawn import draw, logprobs_of
 from flywheel.decode.finite import _Watching, explain_text
 from flywheel.decode.generate import generate, is_tie
 from flywheel.decode.logprobs import read_row, report
-from flywheel.decode.request import Request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.source import Source
@@ -40,6 +37,8 @@ from flywheel.models.formats import parse_formats
 from flywheel.models.packing import write_checkpoint
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY, Request, Sampling
+from flywheel.runtime.session import draw, logprobs_of
 from flywheel.tensors import TORCH_DTYPES, all_finite, first_not_finite
 
 SPEC = DecoderSpec("small", "llama", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 128)

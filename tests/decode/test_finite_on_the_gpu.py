@@ -10,8 +10,6 @@ from spoilt import EMBED, after, overflowing
 
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
-from flywheel.decode.request import Request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import FlywheelError, NonFiniteError
 from flywheel.ir import NO_TOKEN, TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle, verify
@@ -19,6 +17,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY, Request, Sampling
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from flywheel.decode.generate import generate, is_tie
-from flywheel.decode.request import Request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import LayerCache, ReferenceSession, TokenStream, stream_by_steps
 from flywheel.decode.step import Step
 from flywheel.errors import MismatchError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec
+from flywheel.runtime.sequences import GREEDY, Request, Sampling
 
 Opened = Callable[..., tuple[ReferenceSession, EagerDecoder]]
 

@@ -16,7 +16,6 @@ from flywheel.decode.caches import KvCaches
 from flywheel.decode.growing import GrowingMemory
 from flywheel.decode.host import HostGranules
 from flywheel.decode.queued import QueuedSequences
-from flywheel.decode.sampling import GREEDY
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import CacheMemoryError, GpuMemoryError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
@@ -24,6 +23,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY
 from flywheel.tensors import TORCH_DTYPES
 
 SPEC = DecoderSpec("small", "llama", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 256)

@@ -15,9 +15,6 @@ from hypothesis import strategies as st
 
 from flywheel.decode.generate import generate
 from flywheel.decode.host import HostGranules
-from flywheel.decode.made import Made
-from flywheel.decode.request import make_request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import ConfigError, UsageError
@@ -27,6 +24,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY, Made, Sampling, make_request
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT: Final = 40

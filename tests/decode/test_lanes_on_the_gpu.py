@@ -9,14 +9,13 @@ import torch
 
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
-from flywheel.decode.request import make_request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY, Sampling, make_request
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
 

@@ -9,7 +9,6 @@ import torch
 
 from flywheel.decode import sequences as stepping
 from flywheel.decode.logprobs import WORDS, read_row, report
-from flywheel.decode.sampling import GREEDY, MOST_LIKELY, Sampling
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
@@ -17,6 +16,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY, MOST_LIKELY, Sampling
 
 SPEC = DecoderSpec("small", "llama", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64)
 

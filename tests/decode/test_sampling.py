@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flywheel.decode.choices import Choices, _running_sums, choose
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import UsageError
+from flywheel.runtime.sequences import GREEDY, Sampling
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, -2.0, -4.0])
 NOTHING = torch.zeros(len(LOGITS), dtype=torch.bool)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from chorus import alone, sing, voices
 
-from flywheel.decode.sampling import GREEDY
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
@@ -15,6 +14,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY
 from flywheel.tensors import TORCH_DTYPES
 
 SPEC = DecoderSpec("small", "llama", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64)

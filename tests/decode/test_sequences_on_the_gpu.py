@@ -10,13 +10,13 @@ from chorus import alone, sing, voices
 
 from flywheel.decode.choices import choose
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.sampling import Sampling
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import Sampling
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
 

@@ -11,7 +11,6 @@ import torch
 from effort import examples
 
 from flywheel.decode.generate import generate
-from flywheel.decode.request import Request
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.source import open_source
 from flywheel.ir import DType
@@ -19,6 +18,7 @@ from flywheel.judge.verdicts import make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder
+from flywheel.runtime.sequences import Request
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, find_target
 from flywheel.tensors import TORCH_DTYPES

@@ -22,17 +22,17 @@ from emulator.gpu import EmulatedGpu, build_variant
 from emulator.sessions import emulated_session
 from safetensors.torch import load_file, save_file
 
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.hf import load_spec
 from flywheel.models.sharding import shared_step
+from flywheel.runtime.manifest import manifest_digest
+from flywheel.runtime.reading import read_bundle
+from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.writing import bundle_files, write_folder
 from flywheel.search.workload import Workload
-from flywheel.vm.bundle.layout import manifest_digest
-from flywheel.vm.bundle.reading import read_bundle
-from flywheel.vm.bundle.writing import bundle_files, write_folder
 from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.pack import pack, pack_ranks
 
@@ -83,11 +83,15 @@ def test_a_bundle_decodes_what_the_ordinary_path_does(bundle: Path, checkpoint: 
         assert drawn == tokens_of(decoder, {"sampling": Sampling(2.0, seed=3)}) != ordinary(checkpoint)
 
 
-def test_a_bundle_needs_neither_torch_nor_optuna_nor_sqlalchemy(bundle: Path, checkpoint: Path) -> None:
+def test_the_runtime_and_a_bundle_need_neither_torch_nor_optuna_nor_sqlalchemy(bundle: Path, checkpoint: Path) -> None:
     script = (
-        "import json, sys\n"
+        "import json, pkgutil, sys\n"
+        "from importlib import import_module\n"
         "for name in ('torch', 'optuna', 'sqlalchemy', 'alembic', 'numba', 'click'):\n"
         "    sys.modules[name] = None\n"
+        "import flywheel.runtime as runtime\n"
+        "names = [each.name for each in pkgutil.iter_modules(runtime.__path__, 'flywheel.runtime.')]\n"
+        "print(len([import_module(name) for name in names]))\n"
         "from pathlib import Path\n"
         "from emulator.bundles import loaded, tokens_of\n"
         f"with loaded(Path({str(bundle)!r}), {str(checkpoint)!r}) as decoder:\n"
@@ -101,7 +105,8 @@ def test_a_bundle_needs_neither_torch_nor_optuna_nor_sqlalchemy(bundle: Path, ch
         timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    tokens, *imported = done.stdout.splitlines()
+    modules, tokens, *imported = done.stdout.splitlines()
+    assert int(modules) > 4
     assert json.loads(tokens) == ordinary(checkpoint)
     assert imported == ["[]", "[]"]
 

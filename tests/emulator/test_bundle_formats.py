@@ -16,7 +16,6 @@ from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from safetensors.torch import load_file, save_file
 
-from flywheel.decode.sampling import GREEDY
 from flywheel.decode.source import open_source
 from flywheel.errors import BundleError, UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
@@ -26,9 +25,10 @@ from flywheel.models.formats import parse_formats
 from flywheel.models.hf import load_spec
 from flywheel.models.packing import write_checkpoint
 from flywheel.models.weights import random_weights
+from flywheel.runtime.manifest import manifest_digest
+from flywheel.runtime.sequences import GREEDY
+from flywheel.runtime.writing import write_folder
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.bundle.layout import manifest_digest
-from flywheel.vm.bundle.writing import write_folder
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 384,

@@ -23,8 +23,6 @@ from spoilt import DOWN, EMBED, after, overflowing, overflowing_after
 
 from flywheel.decode.cuda import CudaSession
 from flywheel.decode.generate import generate
-from flywheel.decode.request import Request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import Sequences
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import FlywheelError, NonFiniteError
@@ -33,8 +31,9 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY, Request, Sampling
+from flywheel.runtime.writing import write_folder
 from flywheel.vm.abi import InstructionFlag
-from flywheel.vm.bundle.writing import write_folder
 from flywheel.vm.pack import pack
 
 SPEC = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 64)

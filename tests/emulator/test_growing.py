@@ -17,7 +17,6 @@ from emulator.gpu import EmulatedGpu
 from emulator.granules import EmulatedGranules
 from emulator.sessions import emulated_session
 
-from flywheel.decode.sampling import GREEDY
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import CacheMemoryError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
@@ -26,6 +25,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY
 from flywheel.tensors import TORCH_DTYPES
 
 # A granule of 4096 bytes has 64 positions of a head: a stream of 200 ends inside of one.

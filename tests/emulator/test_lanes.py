@@ -11,8 +11,6 @@ from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
 from flywheel.decode.generate import generate
-from flywheel.decode.request import make_request
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import ConfigError
@@ -21,6 +19,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.runtime.sequences import GREEDY, Sampling, make_request
 from flywheel.tensors import TORCH_DTYPES
 
 SPEC = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 12, 1e4, 1e-6, 64)

@@ -17,13 +17,13 @@ from emulator.test_ranks import DTYPE, FAMILIES, SPEC, lowered
 
 from flywheel.decode.cuda import CudaSession
 from flywheel.decode.generate import Request, generate
-from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import LaunchTimeoutError
 from flywheel.judge.verdicts import verify
 from flywheel.models.weights import WeightsOnRequest, random_on_request, random_weights
 from flywheel.plan.step import ABSENT
 from flywheel.report.traced import exchange_times
+from flywheel.runtime.sequences import Sampling
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Fault, numpy_struct
 from flywheel.vm.gpu.driver import Memory

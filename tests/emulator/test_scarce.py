@@ -26,8 +26,8 @@ from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.drawn import random_quantised
 from flywheel.models.formats import parse_formats
 from flywheel.models.weights import bind, random_weights
+from flywheel.runtime.writing import write_folder
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.bundle.writing import write_folder
 from flywheel.vm.gpu import link_probes, probes
 from flywheel.vm.gpu.flush import Flush
 from flywheel.vm.gpu.needed import put_weights

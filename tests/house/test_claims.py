@@ -22,7 +22,6 @@ from flywheel.cli.options import DEFAULTS, SharedOption
 from flywheel.cli.search import SAMPLERS
 from flywheel.cli.wording import OLD
 from flywheel.decode import prefixes
-from flywheel.decode.sampling import MOST_LIKELY
 from flywheel.ir import files
 from flywheel.ir.validate import structure
 from flywheel.judge import bench
@@ -31,6 +30,7 @@ from flywheel.measure import tenants
 from flywheel.models import hf, spec, tokenizer, tokenizer_files, tokenizing
 from flywheel.models.decoder import DTYPES, MAX_BATCH
 from flywheel.models.formats import CODES
+from flywheel.runtime.sequences import MOST_LIKELY
 from flywheel.search import finals
 from flywheel.search import spec as campaigns
 from flywheel.search.knobs import UNPREDICTED

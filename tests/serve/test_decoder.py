@@ -9,8 +9,6 @@ import pytest
 
 from flywheel.decode import opening
 from flywheel.decode.host import HostGranules
-from flywheel.decode.made import Made
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import (
@@ -22,6 +20,7 @@ from flywheel.errors import (
     UsageError,
 )
 from flywheel.ir import DType
+from flywheel.runtime.sequences import GREEDY, Made, Sampling
 from flywheel.serve.decoder import Decoder
 
 

@@ -17,8 +17,8 @@ from effort import LONG
 from endless import load_for_ever, load_once, nothing, refuse, stop_itself
 from serve.conftest import eventually
 
-from flywheel.decode.sampling import Sampling
 from flywheel.errors import FlywheelError, UsageError
+from flywheel.runtime.sequences import Sampling
 from flywheel.serve import child as children
 from flywheel.serve import engine as engines
 from flywheel.serve.child import GoneError

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from serve.conftest import Served
 from spoilt import DOWN, EMBED
 
-from flywheel.decode.sampling import Sampling
 from flywheel.errors import NonFiniteError
+from flywheel.runtime.sequences import Sampling
 from flywheel.serve.decoder import Decoder
 
 PROMPT: Final = [5, 17, 99]

@@ -13,7 +13,7 @@ from openai import OpenAI
 from serve.conftest import Served
 from serve.test_server import MESSAGES, client_of, post
 
-from flywheel.decode.sampling import Sampling
+from flywheel.runtime.sequences import Sampling
 from flywheel.serve.answers import Piece
 from flywheel.serve.decoder import Completion, Decoder
 from flywheel.serve.likely import Likely

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from effort import sample
 
-from flywheel.decode.made import Made
-from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.errors import UsageError
+from flywheel.runtime.sequences import GREEDY, Made, Sampling
 from flywheel.serve.decoder import Decoder
 
 CHANGED = "let the width be 4; let the height be 5; let the width be 4; let the heig"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from patience import HANG_S
 
-from flywheel.decode.sampling import GREEDY
 from flywheel.errors import UsageError
+from flywheel.runtime.sequences import GREEDY
 from flywheel.serve.decoder import Decoder
 from flywheel.serve.reading import PromptReader
 from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Part, Refused, answer_all

@@ -24,7 +24,7 @@ from openai import OpenAI
 from patience import HANG_S
 from serve.conftest import Served, eventually
 
-from flywheel.decode.sampling import Sampling
+from flywheel.runtime.sequences import Sampling
 from flywheel.serve.decoder import Decoder
 
 MESSAGES: Any = [

@@ -32,14 +32,15 @@ from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import coding_numbered
 from flywheel.plan.step import ABSENT, Coded
-from flywheel.vm.bundle.checking import check_manifest, check_tables
-from flywheel.vm.bundle.layout import (
+from flywheel.runtime.manifest import (
     ELEMENTS,
     FORMAT,
     KERNEL,
     LABELS,
     TABLES,
     VERSION,
+    check_manifest,
+    check_tables,
     element_type,
     manifest_digest,
     structs_digest,

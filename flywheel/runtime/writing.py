@@ -17,8 +17,7 @@ import numpy as np
 from flywheel.errors import UsageError
 from flywheel.ir import BufferKind
 from flywheel.ir.bundles import MANIFEST
-from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
-from flywheel.vm.bundle.layout import (
+from flywheel.runtime.manifest import (
     ALIGNMENT,
     ELEMENTS,
     FORMAT,
@@ -30,6 +29,7 @@ from flywheel.vm.bundle.layout import (
     manifest_digest,
     structs_digest,
 )
+from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
 from flywheel.vm.gpu.loader import STATE_BYTES
 from flywheel.vm.gpu.nvrtc import CompiledVariant
 from flywheel.vm.pack import PackedProgram

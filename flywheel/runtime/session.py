@@ -5,61 +5,36 @@ A prompt is decoded token by token, in the same launches as other rows. The host
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Final, Literal, Protocol, get_args
+from math import log
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.decode.drawn import draw, logprobs_of
-from flywheel.decode.made import Made, not_finite
-from flywheel.decode.sampling import Sampling
-from flywheel.decode.stored import DTYPES, Stored, open_stored, sample_digest, sample_of, tensor_digest
-from flywheel.decode.unpacked import LAYOUTS, Part, elements
-from flywheel.errors import BundleError, FlywheelError, UsageError, WeightsError
+from flywheel.errors import BundleError, FlywheelError, UsageError
 from flywheel.ir import NO_TOKEN, Buffer, BufferKind
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.plan.step import ABSENT
-from flywheel.vm.bundle.reading import Bundle, check_gpu
-from flywheel.vm.gpu.driver import Gpu, Memory, load_variant
+from flywheel.runtime.reading import Bundle, check_gpu
+from flywheel.runtime.sequences import Logprobs, Made, Sampling, not_finite
+from flywheel.runtime.weights import Check, GivenWeights, place_weights
+from flywheel.vm.gpu.driver import Gpu, load_variant
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
-from flywheel.vm.gpu.needed import put_weights
 from flywheel.vm.gpu.weights import ResidentWeights
 
 LAUNCH_LIMIT_S: Final = 5.0
 """What a launch may take: the slowest of the known GPUs reads all its memory in 0.1 s."""
 
-Check = Literal["samples", "all"]
-"""How a checkpoint's tensors are compared with those that the bundle was made for: by a sample of their bytes, or by
-all."""
-
 _ALIGNMENT: Final = 256
-_LOADS: Final = 16
-"""Alignment of weights that are used in place: the width of the kernels' loads."""
-
-_READ_BYTES: Final = 2**26
 _NAN: Final = 0xFF
-_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+_SEEDS: Final = 2**64
 
+_LEAST: Final = float(np.finfo(np.float64).tiny)
+"""Least exponential number to divide by; a drawn one can be 0."""
 
-class DeviceTensor(Protocol):
-    """A contiguous tensor in the GPU's memory, such as torch's, of the type that the bundle's program reads."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def nbytes(self) -> int: ...
-    def data_ptr(self) -> int:
-        """The device address of the first byte."""
-
-
-GivenWeights = Path | Mapping[str, DeviceTensor]
-"""A checkpoint's directory, or tensors by their names in one. The caller keeps the tensors."""
+Floats = npt.NDArray[np.float32]
 
 
 def spec_of(bundle: Bundle) -> DecoderSpec:
@@ -90,7 +65,7 @@ class BundleSession:
         packed = bundle.packed
         with ExitStack() as undo:
             resident = undo.enter_context(ResidentWeights(gpu, packed.dtype, packing=bundle.kernel))
-            _place_weights(gpu, bundle, resident, weights, check)
+            place_weights(gpu, bundle, resident, weights, check)
             caches = _caches(gpu, packed.program.buffers, undo)
             kernel = load_variant(gpu, bundle.kernel)
             self._loaded = undo.enter_context(LoadedProgram(gpu, packed, kernel, resident, caches))
@@ -103,115 +78,6 @@ class BundleSession:
     def sequences(self) -> BundledSequences:
         """Sequences that decode together. Until they are closed, nothing else may use the session."""
         return BundledSequences(self._loaded, self._spec, self.context, self.batch, self._limit_s)
-
-
-def _place_weights(
-    gpu: Gpu, bundle: Bundle, resident: ResidentWeights, weights: GivenWeights, check: Check
-) -> None:
-    if check not in get_args(Check):
-        raise UsageError(f"check: {check!r} is not one of {', '.join(get_args(Check))}")
-    known = bundle.manifest["weights"]["tensors"]
-    find: Callable[[Buffer], int | npt.NDArray[Any]]
-    if isinstance(weights, Path):
-        stored = _known_tensors(bundle, weights, known, check)
-        find = partial(_from_files, stored, _parts_of(bundle), bundle.manifest["weights"].get("layout"))
-    else:
-        if bundle.packed.coded:
-            raise BundleError(f"bundle {bundle.folder}: of quantised weights; give their checkpoint's directory")
-        _check_given(gpu, bundle, weights, known, check)
-        for buffer in bundle.packed.program.buffers:
-            if buffer.kind in _WEIGHT_KINDS:
-                address = weights[_name(buffer)].data_ptr()
-                if address % _LOADS == 0:
-                    resident.borrow(_name(buffer), address)
-        find = partial(_from_device, weights)
-    put_weights(bundle.packed, resident, find)
-
-
-def _parts_of(bundle: Bundle) -> dict[int, Part]:
-    """Buffer id -> the part of a quantised matrix that the buffer holds. Raises BundleError for an unknown layout."""
-    layout = bundle.manifest["weights"].get("layout")
-    if bundle.packed.coded and layout not in LAYOUTS:
-        raise BundleError(f"bundle {bundle.folder}: weights.layout is {str(layout)[:60]!r}, not {', '.join(LAYOUTS)}")
-    ids = [buffer.id for buffer in bundle.packed.program.buffers]
-    found: dict[int, Part] = {}
-    for row, coded in bundle.packed.coded.items():
-        found |= {ids[row]: "codes", ids[coded.scales]: "scales"}
-        if coded.zeros != ABSENT:
-            found[ids[coded.zeros]] = "zeros"
-    return found
-
-
-def _from_files(
-    stored: Mapping[str, Stored], parts: Mapping[int, Part], layout: str | None, buffer: Buffer
-) -> npt.NDArray[Any]:
-    tensor, part = stored[_name(buffer)], parts.get(buffer.id)
-    if part is None or layout is None:
-        return tensor.elements(buffer.dtype)
-    return elements(tensor, buffer, part, layout)
-
-
-def _from_device(weights: Mapping[str, DeviceTensor], buffer: Buffer) -> int:
-    return weights[_name(buffer)].data_ptr()
-
-
-def _name(buffer: Buffer) -> str:
-    return buffer.source or buffer.name
-
-
-def _known_tensors(bundle: Bundle, folder: Path, known: Mapping[str, Any], check: Check) -> dict[str, Stored]:
-    """The checkpoint's tensors. Raises BundleError for a tensor that differs from the one that the bundle was made
-    for."""
-    stored = open_stored(folder, known)
-    for name, about in known.items():
-        each = stored[name]
-        same = (each.dtype.name, list(each.shape), sample_of(each)) == (
-            about["dtype"], about["shape"], about["samples"]
-        )  # fmt: skip
-        if not same or (check == "all" and tensor_digest(each) != about.get("sha256")):
-            raise BundleError(f"bundle {bundle.folder}: tensor {name!r} of {folder} is not what it was made for")
-    return stored
-
-
-def _check_given(
-    gpu: Gpu, bundle: Bundle, weights: Mapping[str, DeviceTensor], known: Mapping[str, Any], check: Check
-) -> None:
-    """Check tensors on the GPU as `_known_tensors` checks a checkpoint's. They must have the program's type."""
-    dtypes = {_name(each): each.dtype for each in bundle.packed.program.buffers if each.kind in _WEIGHT_KINDS}
-    for name, dtype in dtypes.items():
-        about, given = known[name], weights.get(name)
-        shape = tuple(about["shape"])
-        if given is None:
-            raise WeightsError(f"bundle {bundle.folder}: tensor {name!r} is not given")
-        if (tuple(given.shape), given.nbytes) != (shape, dtype.nbytes(_count(shape))):
-            raise WeightsError(
-                f"bundle {bundle.folder}: tensor {name!r} is {list(given.shape)} in {given.nbytes} bytes, "
-                f"not {dtype.name} {list(shape)}"
-            )
-        memory = Memory(given.data_ptr(), given.nbytes)
-        read = partial(_read, gpu, memory)
-        same = DTYPES.get(about["dtype"]) is not dtype or (
-            sample_digest(dtype, shape, read) == about["samples"]
-            and (check != "all" or _digest(read, given.nbytes) == about.get("sha256"))
-        )
-        if not same:
-            raise BundleError(f"bundle {bundle.folder}: tensor {name!r} is not what it was made for")
-
-
-def _read(gpu: Gpu, memory: Memory, start: int, size: int) -> bytes:
-    return gpu.download(memory, np.uint8, (size,), start).tobytes()
-
-
-def _digest(read: Callable[[int, int], bytes], nbytes: int) -> str:
-    """SHA-256 of all bytes, read in parts."""
-    digest = hashlib.sha256()
-    for start in range(0, nbytes, _READ_BYTES):
-        digest.update(read(start, min(_READ_BYTES, nbytes - start)))
-    return digest.hexdigest()
-
-
-def _count(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
 
 
 def _caches(gpu: Gpu, buffers: Sequence[Buffer], undo: ExitStack) -> dict[str, int]:
@@ -241,7 +107,7 @@ class _Row:
 
 
 class BundledSequences:
-    """Implements `decode.sequences.Sequences`, but `advance` decodes a prompt token by token."""
+    """Implements `Sequences`, but `advance` decodes a prompt token by token."""
 
     def __init__(self, loaded: LoadedProgram, spec: DecoderSpec, context: int, batch: int, limit_s: float) -> None:
         self.batch = batch
@@ -338,3 +204,50 @@ class BundledSequences:
         gpu.fetch(self._words, batch + POSITIONS, self._token_out, batch)
         self._loaded.sync(self._limit_s)
         return words[batch + POSITIONS :][:batch].view(np.int32).copy()
+
+
+def draw(logits: Floats, seen: npt.NDArray[np.bool_], sampling: Sampling, position: int) -> int:
+    """The token after `logits` [vocab] at a position; NO_TOKEN where the logits are not finite. `seen` [vocab] marks
+    tokens of the text. Draws have the same distribution as those of `decode.choices`, but use other random numbers."""
+    with np.errstate(invalid="ignore", over="ignore"):  # the largest score shows it
+        race = _race(logits, seen, sampling, position)
+    token = int(race.argmax())
+    return token if np.isfinite(race[token]) else NO_TOKEN
+
+
+def _race(
+    logits: Floats, seen: npt.NDArray[np.bool_], sampling: Sampling, position: int
+) -> npt.NDArray[np.float64]:
+    """A score for each token, of which the largest wins; NaN counts as the largest."""
+    scores = logits.astype(np.float64)
+    if sampling.repetition_penalty != 1.0:
+        penalised = np.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
+        scores = np.where(seen, penalised, scores)
+    if sampling.is_greedy:
+        return scores
+    warm = scores / sampling.temperature
+    if 0 < sampling.top_k < len(warm):
+        least = np.partition(warm, -sampling.top_k)[-sampling.top_k]
+        warm = np.where(warm < least, -np.inf, warm)
+    if sampling.min_p > 0.0:
+        warm = np.where(warm < warm.max() + log(sampling.min_p), -np.inf, warm)
+    shares = np.exp(warm - warm.max())
+    shares /= shares.sum()
+    if sampling.top_p < 1.0:
+        order = np.argsort(-shares, kind="stable")
+        before = np.cumsum(shares[order]) - shares[order]
+        shares[order[before >= sampling.top_p]] = 0.0
+    dice = np.random.default_rng([sampling.seed % _SEEDS, position])
+    race: npt.NDArray[np.float64] = shares / np.maximum(dice.exponential(size=len(shares)), _LEAST)
+    return race
+
+
+def logprobs_of(logits: Floats, token: int, sampling: Sampling) -> Logprobs | None:
+    """The log-probabilities that a sampling asks for, as `decode.logprobs.read_row`; None if it asks for none."""
+    if sampling.logprobs is None:
+        return None
+    wide = logits.astype(np.float64)
+    shares = wide - wide.max()
+    shares -= np.log(np.exp(shares).sum())
+    best = [int(each) for each in np.argsort(-shares, kind="stable")[: sampling.logprobs] if shares[each] > -np.inf]
+    return Logprobs(float(shares[token]), tuple([(each, float(shares[each])) for each in best]))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.decode.stored import open_stored
 from flywheel.errors import WeightsError
+from flywheel.runtime.weights import open_stored
 
 
 @pytest.mark.parametrize(

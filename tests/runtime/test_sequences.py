@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from flywheel.decode.request import make_request
 from flywheel.errors import UsageError
 from flywheel.models.spec import DecoderSpec
+from flywheel.runtime.sequences import make_request
 
 
 def test_a_request_may_fill_the_context_exactly(spec: DecoderSpec) -> None:

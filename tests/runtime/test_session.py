@@ -9,8 +9,8 @@ from effort import examples
 from torch import Tensor
 
 from flywheel.decode.choices import choose
-from flywheel.decode.drawn import draw
-from flywheel.decode.sampling import GREEDY, Sampling
+from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.session import draw
 
 VOCAB = 50
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(8)) * 2

@@ -1,22 +1,65 @@
-"""Checks that a manifest has everything that its readers rely on. A digest only shows that a manifest is unchanged, not
-that it is correct."""
+"""The manifest of a bundle: its names and file layout, for writers and readers, and a check that it has everything that
+readers rely on. A digest only shows that a manifest is unchanged, not that it is correct. Source: docs/bundle.md."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, get_type_hints
+
+import numpy as np
 
 from flywheel.ir import BufferKind, GpuTarget
 from flywheel.plan import KernelVariant
-from flywheel.vm.abi import Layout
-from flywheel.vm.bundle.layout import ELEMENTS, KERNEL, LABELS, TABLES
+from flywheel.vm.abi import STRUCTS, Layout, numpy_struct
 from flywheel.vm.gpu.nvrtc import EntryUsage
 from flywheel.vm.pack import PackedProgram
+
+FORMAT: Final = "flywheel-bundle"
+VERSION: Final = 1
+"""The number rises when an older reader would misread a bundle. An added field leaves it."""
+
+KERNEL: Final = "kernel.cubin"
+TABLES: Final = "tables.bin"
+LABELS: Final = "labels.json"
+
+ALIGNMENT: Final = 256
+"""Alignment of each table in TABLES, in bytes."""
+
+ELEMENTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "buffers": "amk_buffer_t", "instructions": "amk_instruction_t", "queues": "int32_t", "steps": "amk_step_t",
+        "segments": "amk_segment_t", "segment_buffers": "int32_t", "streams": "int32_t", "floats": "float",
+    }
+)  # fmt: skip
+"""Table -> its element type."""
+
+_PLAIN: Final = {"int32_t": "<i4", "float": "<f4"}
+
+
+def element_type(name: str) -> np.dtype[Any]:
+    """The numpy type of a table's elements."""
+    return np.dtype(_PLAIN[name]) if name in _PLAIN else numpy_struct(name)
+
+
+def structs_digest() -> str:
+    """The digest of all structs that tables and kernels share. Another digest means another layout."""
+    members = {name: [(each.type, each.name, each.count) for each in found] for name, found in STRUCTS.items()}
+    return hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """The digest of a manifest without its own entry `digest`."""
+    said = {name: value for name, value in manifest.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
 
 _MOST: Final = 2**48
 """Largest number, and largest buffer in bytes. Its product with an element's size fits into 64 bits."""
 
-_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _HINTS: Final[Mapping[Any, type]] = {tuple[int, ...]: list}
 
 
@@ -114,7 +157,7 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
     buffer, arena = packed.program.buffers[row], packed.arena
     if buffer.nbytes >= _MOST:
         raise ValueError(f"{where} has {buffer.nbytes:,} bytes")
-    if buffer.kind in _WEIGHT_KINDS:
+    if buffer.kind in WEIGHT_KINDS:
         if (buffer.source or buffer.name) not in manifest["weights"]["tensors"]:
             raise ValueError(f"{where} is no tensor of weights.tensors")
         if packed.buffers["layout"][row] not in _layouts_of(packed, row):

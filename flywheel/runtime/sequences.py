@@ -1,12 +1,14 @@
-"""How a request wants its tokens chosen from logits: greedily, or sampled."""
+"""What a runtime of a model is asked for and what it gives: requests, samplings, and the tokens that launches make."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Final
+from typing import Final, NamedTuple
 
-from flywheel.errors import UsageError
+from flywheel.errors import ContextError, NonFiniteError, UsageError
+from flywheel.models.spec import DecoderSpec
 
 _COLDEST: Final = 1e-5
 
@@ -71,3 +73,67 @@ class Sampling:
 
 
 GREEDY: Final = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Continue `prompt`, token ids, until a token of `stop_ids`, which is kept, or for `max_tokens`."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def positions(self) -> int:
+        """The number of positions that it may need. The last token is generated but not decoded."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+def make_request(
+    prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], spec: DecoderSpec, context: int
+) -> Request:
+    """Make a request. Raises UsageError for an empty prompt, an unknown token or no tokens to generate, and
+    ContextError for more than `context` positions."""
+    request = Request(tuple(prompt), max_tokens, stop_ids)
+    unknown = next((token for token in prompt if not 0 <= token < spec.vocab), None)
+    if unknown is not None:
+        raise UsageError(f"prompt: token {unknown} is not in 0..{spec.vocab - 1}, the model's vocabulary")
+    if not prompt:
+        raise UsageError("prompt: has no tokens; at least one is needed")
+    if len(prompt) > context:
+        raise ContextError(f"prompt: its {len(prompt)} tokens do not fit the context of {context}")
+    if max_tokens < 1:
+        raise UsageError(f"max tokens: {max_tokens} is not positive")
+    if request.positions > context:
+        raise ContextError(
+            f"prompt: its {len(prompt)} tokens and {max_tokens} more need {request.positions} positions, "
+            f"the context has {context}"
+        )
+    return request
+
+
+Explain = Callable[[Sequence[int]], str]
+"""What an error about a text says of the first tensor that is not finite; empty where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural log-probabilities from the unmodified logits, whatever the sampling: `chosen` is that of the token that
+    was made, `top` are (token id, log-probability) of the likeliest tokens, likeliest first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Made(NamedTuple):
+    """A token that a launch made for the sequence of a row. `logprobs` is None unless its sampling asks for them."""
+
+    row: int
+    token: int
+    logprobs: Logprobs | None = None
+
+
+def not_finite(text: Sequence[int], explain: Explain | None, whose: str = "the") -> NonFiniteError:
+    """The error that ends a sequence whose logits after `text` are not finite. `whose` logits they are."""
+    told = "" if explain is None else explain(text)
+    return NonFiniteError(f"position {len(text) - 1}: {whose} logits are not finite{told}")

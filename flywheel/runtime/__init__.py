@@ -1,0 +1,1 @@
+"""Runs bundles: programs that were proved, packed and compiled before, without torch and without a search."""

@@ -1,0 +1,3 @@
+from small_decoder import gpu, spec
+
+__all__ = ["gpu", "spec"]
