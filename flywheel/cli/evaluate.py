@@ -22,8 +22,8 @@ from flywheel.cli.options import (
 from flywheel.cli.text import pairs, percent, predicted, predicted_a_token, show, show_json, us, us_a_token
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import open_predictor
-from flywheel.cost_model.band import band_of
 from flywheel.errors import UsageError
+from flywheel.measure.band import band_of
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 

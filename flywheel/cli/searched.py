@@ -24,8 +24,8 @@ from flywheel.cli.text import (
     us_a_token,
     us_of,
 )
-from flywheel.cost_model.band import band_of
 from flywheel.ir import config_from_dict
+from flywheel.measure.band import band_of
 from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, row_name

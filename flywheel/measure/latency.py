@@ -22,8 +22,17 @@ _DIGITS: Final = 3
 
 def rounded(predicted: float) -> str:
     """A predicted number as text with no more digits than a prediction has: `3,470`, `0.0123`."""
-    place = _DIGITS - 1 - floor(log10(predicted)) if predicted > 0.0 else 0
-    return f"{round(predicted, place):,.{max(place, 0)}f}"
+    return f"{curtailed(predicted):,.{max(_place(predicted), 0)}f}"
+
+
+def curtailed(predicted: float) -> float:
+    """A predicted number with no more digits than a prediction has: 3470.0, 0.0123."""
+    return round(predicted, _place(predicted))
+
+
+def _place(predicted: float) -> int:
+    """The decimals that a predicted number is rounded to."""
+    return _DIGITS - 1 - floor(log10(predicted)) if predicted > 0.0 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from flywheel.cost_model.band import band_of
 from flywheel.ir.show import markup as words
+from flywheel.measure.band import band_of
 from flywheel.measure.latency import rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.ir.show import escaped
-from flywheel.measure.latency import tokens_per_s
+from flywheel.measure.band import band_of
+from flywheel.measure.latency import curtailed, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import KINDS, best_so_far
 from flywheel.store.campaign import DEFAULT_CONTEXT, Campaign, work_key
@@ -91,9 +92,13 @@ def campaign_key(campaign: Campaign) -> str:
 
 
 def campaign_params(campaign: Campaign, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """The searched work and the environment of the first trial, as parameters. Absent values are left out."""
+    """The searched work, the environment of the first trial, and what the range of the first prediction rests on, as
+    parameters. Absent values are left out."""
     described = {**json.loads(campaign.spec), **{name: getattr(campaign, name) for name in _CAMPAIGN}}
     described |= {name: getattr(records[0], name) for name in _ENVIRONMENT} if records else {}
+    predictors = [record.predictor or "" for record in records if record.predicted_us is not None]
+    for band in [band_of(campaign.gpu, predictor) for predictor in predictors[:1]]:
+        described |= {"predicted.basis": band.basis, "predicted.why": band.why}
     return to_params(dict(_flat(described)))
 
 
@@ -133,7 +138,8 @@ def trial_params(record: TrialRecord, knobs: Mapping[str, str | int] | None) -> 
 def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
     """The series of a campaign, row by row: latencies, the best so far, its floor fraction, counts of outcomes.
 
-    Measured, imported and predicted latencies are separate series. The latencies of finals are a series, too, but a
+    Measured, imported and predicted latencies are separate series. At each new predicted best are the two ends of the
+    range in which a measurement is expected. The latencies of finals are a series, too, but a
     final counts as no outcome.
     """
     counts: Counter[str] = Counter()
@@ -149,7 +155,18 @@ def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
             found |= {f"{BEST}/{kind}": holder.objective_us, f"{FRACTION}/{kind}": holder.floor_fraction}
             assert holder.objective_us is not None  # it is the best
             found |= {f"{RATE}/{kind}": tokens_per_s(holder.objective_us, holder.batch)}
+            if holder is record and holder.is_predicted:
+                found |= {f"{BEST}/{kind}_{end}": us for end, us in expected_us(holder).items()}
         yield from to_points(found, record)
+
+
+def expected_us(record: TrialRecord) -> dict[str, float]:
+    """`low` and `high`, between which a measurement of a predicted row is expected; nothing of a row without a
+    prediction."""
+    if record.predicted_us is None:
+        return {}
+    low, high = band_of(record.gpu, record.predictor or "").around(record.predicted_us)
+    return {"low": curtailed(low), "high": curtailed(high)}
 
 
 def columns(names: Collection[str]) -> str:
@@ -174,7 +191,8 @@ def columns(names: Collection[str]) -> str:
 
 def trial_points(record: TrialRecord) -> Iterator[Point]:
     """The numbers of one trial."""
-    return to_points({name: getattr(record, name) for name in _NUMBERS}, record)
+    numbers = {name: getattr(record, name) for name in _NUMBERS}
+    return to_points(numbers | {f"predicted_{end}_us": us for end, us in expected_us(record).items()}, record)
 
 
 def to_points(numbers: Mapping[str, float | None], record: TrialRecord) -> Iterator[Point]:

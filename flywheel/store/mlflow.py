@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flywheel.errors import MirrorError, UsageError
 from flywheel.installing import install_line
+from flywheel.measure.band import band_of
 from flywheel.measure.latency import rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, incumbents, row_name, tied_with, trials_of
@@ -38,6 +39,7 @@ from flywheel.store.mirror import (
     campaign_points,
     code_span,
     columns,
+    expected_us,
     knob_params,
     run_name,
     to_ms,
@@ -335,10 +337,18 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord], gained: str | 
     step = "token" if campaign.batch == 1 else "step"
     rate = tokens_per_s(best.objective_us, campaign.batch)
     tokens = rounded(rate) if best.is_predicted else f"{rate:,.0f}"
-    said = f"**{kind}** {took} a {step} ({tokens} tokens/s){floor}"
+    said = f"**{kind}** {took} a {step} ({tokens} tokens/s){_expected(best)}{floor}"
     tied = ", ".join(row_name(record, records) for record in tied_with(best, records))
     said = f"{work}: {said}; {row_name(best, records)}, of {count} trials{f'; **tied** with {tied}' if tied else ''}."
     return said if gained is None else f"{said} Searching gained {gained}."
+
+
+def _expected(best: TrialRecord) -> str:
+    """The range in which a measurement of a predicted best is expected, and what that rests on."""
+    if not best.is_predicted:
+        return ""
+    low, high = (rounded(us) for us in expected_us(best).values())
+    return f", measured perhaps {low} to {high} us ({band_of(best.gpu, best.predictor or '').why})"
 
 
 def _artifact_folder(uri: str) -> str | None:

@@ -11,7 +11,9 @@ from typing import Any, Final, TypeVar
 from flywheel.errors import IrFormatError, StoreError
 from flywheel.ir.config import ScheduleConfig, config_from_dict
 from flywheel.ir.files import parse_json, read_text
+from flywheel.measure.band import band_of
 from flywheel.measure.floor import floor_fraction
+from flywheel.measure.latency import curtailed
 from flywheel.measure.record import COMPARED_WITH, JUDGED_WITH, MEASURED_WITH, TrialRecord
 
 _T = TypeVar("_T")
@@ -41,7 +43,8 @@ class Schedule:
 def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
     """JSON-ready document of a measured or predicted trial; `command` is the line that makes its program again.
 
-    `predicted` and `measured` are separate objects, null if absent. The kind of an imported measurement is "imported".
+    `predicted` and `measured` are separate objects, null if absent. A prediction has the range in which a measured time
+    is expected, and its `Band.basis`. The kind of an imported measurement is "imported".
     Raises StoreError for a trial without a latency.
     """
     if record.objective_us is None:
@@ -147,9 +150,14 @@ def config_from_document(document: object, where: str) -> tuple[Schedule | Sched
 def _predicted(record: TrialRecord) -> dict[str, Any] | None:
     if record.predicted_us is None:
         return None
+    band = band_of(record.gpu, record.predictor or "")
+    low_us, high_us = map(curtailed, band.around(record.predicted_us))
     return {
         "kind": "predicted",
         "latency_us": record.predicted_us,
+        "low_us": low_us,
+        "high_us": high_us,
+        "basis": band.basis,
         "predictor": record.predictor,
         "floor_fraction": _fraction(record.floor_us, record.predicted_us),
     }

@@ -99,6 +99,10 @@ def test_a_campaign_is_one_run_with_its_series_parameters_and_files(
     assert history["tokens_per_s/predicted"][-1][1] == round(1e6 / 700, 1)
     assert history["outcomes/rejected"] == [(3, 1.0, 1767323045000)]
     assert "**predicted** 700 us" in tags["mlflow.note.content"]
+    assert [point[:2] for point in history["best_us/predicted_low"]] == [(0, 774.0), (2, 688.0), (4, 602.0)]
+    assert [point[:2] for point in history["best_us/predicted_high"]] == [(0, 1020.0), (2, 904.0), (4, 791.0)]
+    assert "measured perhaps 602 to 791 us (predictions for 34 schedules of" in tags["mlflow.note.content"]
+    assert (params["predicted.basis"], params["predicted.why"][:11]) == ("checked", "predictions")
     assert paths == ["best.json", "plots"]
 
 
@@ -201,6 +205,29 @@ def test_numbers_have_the_decimals_of_their_unit(uri: str, make_record: Records,
     assert [shown[name][0][1] for name in ("best_us/predicted", "predicted_us", "ask_s", "floor_fraction")] == [
         700.1, 700.1, 0.1235, 0.7142,
     ]  # fmt: skip
+
+
+def test_a_prediction_for_a_gpu_that_nobody_measured_says_that_its_constants_are_scaled(
+    uri: str, make_record: Records, make_campaign: Campaigns
+) -> None:
+    Mirror(uri).sync(make_campaign(gpu="l40s"), [make_record(gpu="l40s", predicted_us=18_960.6)], "all", VIEWS)
+    found = by_name(uri)
+    _, _, params, tags, history, _ = found["first"]
+    assert params["predicted.basis"] == "scaled"
+    assert "measured perhaps 13,300 to 26,500 us (a guess: " in tags[NOTE]
+    assert "scaled from an H200's" in tags[NOTE] and "18,960" not in tags[NOTE]
+    assert [history[f"best_us/predicted_{end}"][0][1] for end in ("low", "high")] == [13300.0, 26500.0]
+    trial = found["trial 0"][4]
+    assert [trial[f"predicted{end}_us"][0][1] for end in ("_low", "", "_high")] == [13300.0, 18960.6, 26500.0]
+
+
+def test_a_measured_campaign_has_no_range_of_predictions(
+    uri: str, make_record: Records, make_campaign: Campaigns
+) -> None:
+    Mirror(uri).sync(make_campaign(measure="cuda"), [make_record("measured")], "none", VIEWS)
+    _, _, params, tags, history, _ = by_name(uri)["first"]
+    assert "perhaps" not in tags[NOTE]
+    assert not [name for name in (*params, *history) if "predicted" in name]
 
 
 def test_campaigns_that_a_search_named_differ_in_the_first_words_of_their_runs(make_campaign: Campaigns) -> None:
@@ -319,7 +346,8 @@ def test_more_points_than_one_request_takes_all_arrive(
     Mirror(uri).sync(make_campaign(), rows, "none", VIEWS)
     history = by_name(uri)["first"][4]
     assert {name: len(points) for name, points in history.items()} == dict.fromkeys(
-        ("outcomes/predicted", "best_us/predicted", "predicted/latency_us", "tokens_per_s/predicted"), 700
+        ("outcomes/predicted", "best_us/predicted", "best_us/predicted_low", "best_us/predicted_high",
+         "predicted/latency_us", "tokens_per_s/predicted"), 700
     ) | {"gained/percent": 1, "gained/known_us": 1}
 
 

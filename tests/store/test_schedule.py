@@ -10,8 +10,9 @@ import pytest
 from flywheel.errors import FlywheelError, IrFormatError, StoreError
 from flywheel.ir.config import ScheduleConfig, config_to_dict
 from flywheel.ir.files import write_atomically
+from flywheel.measure.band import band_of
 from flywheel.measure.record import TrialRecord
-from flywheel.store.schedule import dump_schedule, load_schedule, schedule_document
+from flywheel.store.schedule import dump_schedule, load_schedule, schedule_document, schedule_from_document
 
 Records = Callable[..., TrialRecord]
 COMMAND = "flywheel lower --model llama3.2-1b --gpu h100 --config best.json"
@@ -30,6 +31,9 @@ def test_predicted_and_measured_are_separate_objects(make_record: Records) -> No
     assert predicted["predicted"] == {
         "kind": "predicted",
         "latency_us": 900.5,
+        "low_us": 774.0,
+        "high_us": 1020.0,
+        "basis": "checked",
         "predictor": "1",
         "floor_fraction": 0.5,
     }
@@ -44,6 +48,23 @@ def test_predicted_and_measured_are_separate_objects(make_record: Records) -> No
         "sm_clock_mhz": 1980,
     }
     assert measured["predicted"]["latency_us"] == 800.0
+
+
+def test_a_prediction_has_the_range_of_its_gpu_and_says_whether_constants_are_scaled(make_record: Records) -> None:
+    for gpu, predictor in (("l40s", "9"), ("l40s", "9+cal:01234567"), ("2xh100", "9")):
+        document = schedule_document(make_record(gpu=gpu, predictor=predictor), command=COMMAND)
+        band, told = band_of(gpu, predictor), document["predicted"]
+        assert (told["low_us"], told["high_us"]) == pytest.approx(band.around(900.5), rel=0.005)
+        assert told["low_us"] < told["latency_us"] < told["high_us"]
+        assert told["basis"] == band.basis
+        assert max(len(str(told[end]).removesuffix(".0").rstrip("0")) for end in ("low_us", "high_us")) <= 3
+    assert band_of("l40s", "9").basis == "scaled"
+
+
+@pytest.mark.parametrize("told", [None, {}, {"latency_us": 900.5}, {"low_us": "many", "high_us": [], "basis": 7}])
+def test_what_a_file_says_of_its_prediction_changes_no_schedule(make_record: Records, told: Any) -> None:
+    document = schedule_document(make_record(), command=COMMAND)
+    assert schedule_from_document({**document, "predicted": told}, "f") == schedule_from_document(document, "f")
 
 
 def test_the_document_says_where_it_comes_from(make_record: Records) -> None:

@@ -4,10 +4,10 @@ import pytest
 from effort import sample
 
 from flywheel.cost_model import MODEL_VERSION, predict
-from flywheel.cost_model.band import FITTED, GUESSED, SEEN, band_of
 from flywheel.ir import TARGETS
 from flywheel.lowering.lower import lower
-from flywheel.measure.latency import rounded
+from flywheel.measure.band import FITTED, GUESSED, SEEN, band_of
+from flywheel.measure.latency import curtailed, rounded
 from flywheel.search.workload import make_workload
 from flywheel.store.shipped import Shipped, shipped_schedules
 
@@ -27,7 +27,7 @@ def test_a_gpu_on_which_nothing_was_measured_has_the_widest_range() -> None:
     assert band_of("2xh200", MODEL_VERSION) == band_of("h100", MODEL_VERSION) == SEEN
     assert band_of("l4", f"{MODEL_VERSION}+cal:01234567") == FITTED
     assert GUESSED.high / GUESSED.low > FITTED.high / FITTED.low
-    assert not GUESSED.measured
+    assert [band.basis for band in (GUESSED, SEEN, FITTED)] == ["scaled", "checked", "calibrated"]
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,4 @@ def test_a_gpu_on_which_nothing_was_measured_has_the_widest_range() -> None:
 )
 def test_a_prediction_is_shown_with_three_digits(value: float, text: str) -> None:
     assert rounded(value) == text
+    assert curtailed(value) == float(text.replace(",", ""))
