@@ -12,6 +12,7 @@ from flywheel.decode.notes import Note
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.files import parse_json, read_text
 from flywheel.ir.show import escaped, html_table
+from flywheel.measure.band import band_of
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import rounded
 from flywheel.measure.outcome import Rejected
@@ -71,6 +72,7 @@ class EvaluationResult:
     codes: tuple[str, ...]
     reason: str | None
     predicted_us: float | None
+    predicted_range_us: tuple[float, float] | None
     predictor: str | None
     latency_us: float | None
     p10_us: float | None
@@ -92,8 +94,11 @@ class EvaluationResult:
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = None if self.changed is None else {name: list(pair) for name, pair in self.changed.items()}
         incumbent = None if self.incumbent is None else asdict(self.incumbent)
-        notes = [asdict(each) for each in self.notes]
-        return said | {"codes": list(self.codes), "incumbent": incumbent, "changed": changed, "notes": notes}
+        return said | {
+            "codes": list(self.codes), "incumbent": incumbent, "changed": changed,
+            "predicted_range_us": None if self.predicted_range_us is None else list(self.predicted_range_us),
+            "notes": [asdict(each) for each in self.notes],
+        }  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<EvaluationResult {escaped(self.work)}: {self._took}, config {self.config_id}>"
@@ -211,11 +216,18 @@ def _result(workload: Workload, config_id: str, found: Appraisal, notes: tuple[N
         weights=workload.stored, measure=found.measure, outcome=columns["outcome"],
         codes=outcome.codes if isinstance(outcome, Rejected) else (), reason=columns.get("reason"),
         **{name: columns.get(name) for name in _NUMBERS}, floor_us=floor_us,
+        predicted_range_us=_range(workload.gpu, columns),
         floor_fraction=None if floor_us is None or latency_us is None else floor_fraction(floor_us, latency_us),
         config_id=config_id, program_id=evaluation.program_id, tasks=evaluation.tasks,
         incumbent=None if found.incumbent is None else _incumbent(found.incumbent, latency_us, found.gained),
         changed=None if found.incumbent is None else found.changed, notes=notes,
     )  # fmt: skip
+
+
+def _range(gpu: str, columns: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Between which times in us a measurement of what is predicted is expected."""
+    predicted_us = columns.get("predicted_us")
+    return None if predicted_us is None else band_of(gpu, columns["predictor"]).around(predicted_us)
 
 
 def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | None) -> Incumbent:

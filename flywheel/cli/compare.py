@@ -200,6 +200,7 @@ def _document(
             "latency_us": side.latency_us,
             "p10_us": side.low_us if side.measured else None,
             "p90_us": side.high_us if side.measured else None,
+            "predicted_range_us": None if side.measured else [side.low_us, side.high_us],
             "tokens_per_s": side.tokens_per_s,
             **{key: side.origin.get(key) for key in _ORIGIN},
         }
@@ -219,7 +220,7 @@ def _show(
         times = [f"{time:,.1f}" for time in (side.low_us, side.high_us)] if side.measured else ["-", "-"]
         said = [str(side.origin.get(key) or "-") for key in ("gpu_name", "kernels", "created_at")]
         rows.append(
-            (letter, side.name, side.work, f"{side.latency_us:,.1f}", *times, f"{side.tokens_per_s:,.0f}",
+            (letter, side.name, side.work, side.took, *times, side.rate,
              "measured" if side.measured else "predicted", said[0], said[1], said[2][:10])
         )  # fmt: skip
     show_table(headers, rows)
@@ -228,6 +229,7 @@ def _show(
     show(
         *pairs(
             [
+                *((f"{letter} is", _range(side)) for letter, side in zip("AB", sides, strict=True)),
                 ("difference", _words(sides, found)),
                 ("changed", None if changed is None else ", ".join(differing[:SHOWN]) + more or "nothing"),
             ]
@@ -235,13 +237,20 @@ def _show(
     )
 
 
+def _range(side: Side) -> str | None:
+    """How far a prediction may be off, and why; None for a measurement."""
+    return None if side.band is None else f"predicted, {side.band.words(side.latency_us)}; {side.band.why}"
+
+
 def _words(sides: list[Side], found: Difference | None) -> str:
     if found is None:
         return "none is said: one is measured, the other predicted"
     way = "longer" if found.slower > 0 else "less time"
-    said = f"a step of B takes {abs(found.slower) * 100:.2f} % {way} than one of A"
-    if not all(side.measured for side in sides):
-        return f"{said}, by predictions"
+    digits = 2 if sides[0].measured else 1
+    said = f"a step of B takes {abs(found.slower) * 100:.{digits}f} % {way} than one of A"
+    if not sides[0].measured:
+        sure = "more" if found.sure else "no more"
+        return f"{said}, by predictions; that is {sure} than their errors may make"
     spread = f"{found.low * 100:+.2f} to {found.high * 100:+.2f} % from p10 to p90"
     noise = "beyond the spread of the samples" if found.sure else "within the spread of the samples"
     return f"{said} ({spread}), {noise}; two days or machines may differ by a few percent besides"

@@ -31,6 +31,7 @@ from flywheel.cli.text import note, show_json, us, us_of
 from flywheel.errors import FlywheelError, StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.ir import ScheduleConfig, config_from_dict
+from flywheel.measure.band import band_of
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, trials_of
 from flywheel.models.catalog import resolve_model
@@ -225,7 +226,10 @@ def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str | 
     """One schedule as a schedule file or a program, and facts about it."""
     if isinstance(answer, TrialRecord):
         text = origin_text(answer, store) if form == "schedule" else _program(answer)
-        note(f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us_of(answer)}")
+        said = f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us_of(answer)}"
+        if answer.is_predicted and answer.predicted_us is not None:
+            said += f", {band_of(answer.gpu, answer.predictor or '').words(answer.predicted_us)}"
+        note(said)
         return text, {"campaign": answer.campaign, "trial": answer.trial, "program_id": answer.program_id}
     from flywheel.cli.bundling import work_of
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from flywheel.measure.latency import rounded
+
 RESOLUTION: Final = 0.005
 """Two predictions that differ by a smaller share say nothing of which schedule is faster. Among the nearly equal
 schedules of a search, the median error is 0.5 to 1.8 % in bf16. Source: results/calibration.txt."""
@@ -26,6 +28,11 @@ class Band:
     def around(self, predicted_us: float) -> tuple[float, float]:
         """The range of times in us."""
         return predicted_us * self.low, predicted_us * self.high
+
+    def words(self, predicted_us: float) -> str:
+        """The range for people: `measured perhaps 2,990 to 3,920 us`."""
+        low, high = (rounded(end) for end in self.around(predicted_us))
+        return f"measured perhaps {low} to {high} us"
 
 
 SEEN: Final = Band(0.86, 1.13, "predictions for 34 schedules of H100s and H200s were off by up to so much", "checked")

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from flywheel.errors import StoreError
 from flywheel.ir.config import ScheduleConfig
-from flywheel.measure.latency import tokens_per_s
+from flywheel.measure.band import RESOLUTION, Band, band_of
+from flywheel.measure.latency import rounded, tokens_per_s
 from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document
@@ -21,15 +22,21 @@ _TOP, _ROW, _BAR, _AXIS = 40.0, 56.0, 20.0, 40.0
 @dataclass(frozen=True, slots=True)
 class Side:
     """A schedule with the time of its step. `low_us` and `high_us` are the 10th and the 90th percentile of its samples;
-    both are `latency_us` where it is predicted. `origin` are the provenance's fields."""
+    where it is predicted, the range of its `band`, which is None where it is measured. `origin` are the provenance's
+    fields."""
 
     name: str
     schedule: Schedule
-    measured: bool
+    band: Band | None
     latency_us: float
     low_us: float
     high_us: float
     origin: Mapping[str, Any]
+
+    @property
+    def measured(self) -> bool:
+        """Whether the time is measured."""
+        return self.band is None
 
     @property
     def work(self) -> str:
@@ -43,6 +50,16 @@ class Side:
         return tokens_per_s(self.latency_us, self.schedule.batch)
 
     @property
+    def took(self) -> str:
+        """The time in us as text, with no more digits than it has."""
+        return f"{self.latency_us:,.1f}" if self.measured else rounded(self.latency_us)
+
+    @property
+    def rate(self) -> str:
+        """The tokens a second as text, with no more digits than they have."""
+        return f"{self.tokens_per_s:,.0f}" if self.measured else rounded(self.tokens_per_s)
+
+    @property
     def config(self) -> ScheduleConfig:
         """The schedule's config."""
         return self.schedule.config
@@ -53,7 +70,9 @@ class Difference:
     """How much longer a step takes than another one, as a fraction of the other one's time: 0.02 is 2 % slower.
 
     `low` and `high` are the least and the largest that the samples between the 10th and the 90th percentile allow. The
-    two may be of different days and machines, which differ by a few percent; the range knows nothing of that.
+    two may be of different days and machines, which differ by a few percent; the range knows nothing of that. Of
+    predictions, they are what the ranges of the two allow; on one GPU, whose predictions err alike, what predictions
+    can tell apart (`RESOLUTION`).
     """
 
     slower: float
@@ -62,7 +81,7 @@ class Difference:
 
     @property
     def sure(self) -> bool:
-        """Whether the ranges of the samples do not overlap."""
+        """Whether `low` and `high` are on the same side of 0."""
         return self.low > 0.0 or self.high < 0.0
 
 
@@ -71,25 +90,30 @@ def read_side(name: str, document: Mapping[str, Any]) -> Side:
     `schedule_from_document`."""
     schedule = schedule_from_document(dict(document), f"schedule {name}")
     measured, predicted = document.get("measured"), document.get("predicted")
-    origin = document.get("provenance")
+    origin, band = document.get("provenance"), None
     try:
         if measured is not None:
             low, middle, high = (float(measured[key]) for key in ("p10_us", "median_us", "p90_us"))
         else:
-            low = middle = high = float(predicted["latency_us"])  # type: ignore[index]
+            middle = float(predicted["latency_us"])  # type: ignore[index]
+            band = band_of(schedule.gpu, str(predicted.get("predictor")))  # type: ignore[union-attr]
+            low, high = band.around(middle)
         if not 0.0 < low <= middle <= high < inf:
             raise ValueError
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         raise StoreError(f"schedule {name}: has no latency to compare") from None
-    return Side(name, schedule, measured is not None, middle, low, high, origin if isinstance(origin, dict) else {})
+    return Side(name, schedule, band, middle, low, high, origin if isinstance(origin, dict) else {})
 
 
 def difference(first: Side, second: Side) -> Difference | None:
     """How much slower `second` is; None where one is measured and the other predicted, which are never compared."""
     if first.measured != second.measured:
         return None
+    slower = second.latency_us / first.latency_us - 1.0
+    if not first.measured and first.schedule.gpu == second.schedule.gpu:
+        return Difference(slower, slower - RESOLUTION, slower + RESOLUTION)
     return Difference(
-        second.latency_us / first.latency_us - 1.0,
+        slower,
         second.low_us / first.high_us - 1.0,
         second.high_us / first.low_us - 1.0,
     )
@@ -99,8 +123,8 @@ _COLOURS: Final = {True: "measured", False: "predicted"}
 
 
 def drawn(sides: Sequence[Side]) -> str:
-    """A bar for each side, on one axis that starts at 0. A line at a bar's end spans the 10th to the 90th
-    percentile."""
+    """A bar for each side, on one axis that starts at 0. A line at a bar's end spans the 10th to the 90th percentile,
+    or the range of a prediction."""
     across = Axis(0.0, max(side.high_us for side in sides) * 1.02, _LEFT, _RIGHT)
     title = " beside ".join(side.name for side in sides)
     bottom = _TOP + _ROW * len(sides)
@@ -117,7 +141,7 @@ def drawn(sides: Sequence[Side]) -> str:
 
 def _bar(side: Side, across: Axis, top: float) -> list[str]:
     end, middle = across(side.latency_us), top + 20 + _BAR / 2
-    times = f"{side.latency_us:,.1f} us, {side.tokens_per_s:,.0f} tokens/s"
+    times = f"{side.took} us, {side.rate} tokens/s"
     spread = polyline([(across(side.low_us), middle), (across(side.high_us), middle)])
     return [
         label(_LEFT, top + 14, f"{side.work}: {times}"),

@@ -3,10 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 
+import flywheel
+from flywheel.measure.band import GUESSED, RESOLUTION, SEEN
+from flywheel.measure.latency import rounded
 from flywheel.store.shipped import SHIPPED
 
 Run = Callable[..., Result]
@@ -37,6 +41,33 @@ def test_a_file_a_shipped_schedule_and_a_campaign_are_sides(run: Run, searched: 
     mixed = run("compare", "small", H200, *at)
     assert mixed.exit_code == 0
     assert "one is measured, the other predicted" in mixed.stdout
+
+
+def test_predictions_are_compared_with_their_ranges_and_no_digits_beyond(run: Run) -> None:
+    """Between GPUs by the ranges; on one GPU, whose predictions err alike, by what they can tell apart."""
+    store = Path("two.db")
+    for gpu in ("h100", "h200", "l4"):
+        flywheel.search(model="smollm2-135m", gpu=gpu, measure="predict", trials=2, name=gpu + "s", store=store)
+    at = ("--store", store)
+
+    def compared(*names: str) -> tuple[dict[str, Any], str]:
+        return json.loads(run("compare", *names, *at, "--json").stdout), run("compare", *names, *at).stdout
+
+    document, text = compared("h200s", "l4s")
+    assert document["a"]["predicted_range_us"] == list(SEEN.around(document["a"]["latency_us"]))
+    assert document["b"]["predicted_range_us"] == list(GUESSED.around(document["b"]["latency_us"]))
+    assert document["difference"]["sure"]
+    assert f"A is        predicted, {SEEN.words(document['a']['latency_us'])}; {SEEN.why}" in text
+    assert f" {rounded(document['b']['latency_us'])} " in text
+    assert f"{document['b']['latency_us']:,.1f}" not in text
+    assert "by predictions; that is more than their errors may make" in text
+    near, text = compared("h100s", "h200s")
+    assert near["difference"]["low"] < 0.0 < near["difference"]["high"]
+    assert "by predictions; that is no more than their errors may make" in text
+    same, _ = compared("h100s", "h100s")
+    assert (same["difference"]["low"], same["difference"]["high"]) == (-RESOLUTION, RESOLUTION)
+    assert run("compare", "h200s", "l4s", *at, "--picture", "both.svg").exit_code == 0
+    assert f"{rounded(document['b']['latency_us'])} us" in Path("both.svg").read_text(encoding="utf-8")
 
 
 def test_a_slower_second_is_code_3_beyond_the_threshold_only(run: Run) -> None:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import Result
 
 from flywheel.ir import ScheduleConfig, config_to_dict
+from flywheel.measure.band import GUESSED
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, TimedOut, TrialOutcome
@@ -20,7 +21,7 @@ Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4")
 FIELDS = {
     "model", "gpu", "dtype", "context", "batch", "weights", "measure", "outcome", "codes", "reason",
-    "predicted_us", "predictor",
+    "predicted_us", "predicted_range_us", "predictor",
     "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers", "floor_us", "floor_fraction",
     "config_id", "program_id", "tasks", "incumbent", "changed", "notes",
 }  # fmt: skip
@@ -44,6 +45,7 @@ def test_a_config_from_stdin_gets_a_prediction_without_any_store(run: Run) -> No
     assert document["notes"] == [{"code": "defaults", "text": "by default: dtype bf16, context 512"}]
     assert (document["outcome"], document["latency_us"], document["codes"]) == ("predicted", None, [])
     assert document["floor_fraction"] == pytest.approx(document["floor_us"] / document["predicted_us"])
+    assert document["predicted_range_us"] == list(GUESSED.around(document["predicted_us"]))
     assert (document["incumbent"], document["changed"]) == (None, None)
     assert not Path("flywheel.db").exists()
 
