@@ -156,17 +156,8 @@ def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
             assert holder.objective_us is not None  # it is the best
             found |= {f"{RATE}/{kind}": tokens_per_s(holder.objective_us, holder.batch)}
             if holder is record and holder.is_predicted:
-                found |= {f"{BEST}/{kind}_{end}": us for end, us in expected_us(holder).items()}
+                found |= {f"{BEST}/{kind}_{end}": us for end, us in _expected_us(holder).items()}
         yield from to_points(found, record)
-
-
-def expected_us(record: TrialRecord) -> dict[str, float]:
-    """`low` and `high`, between which a measurement of a predicted row is expected; nothing of a row without a
-    prediction."""
-    if record.predicted_us is None:
-        return {}
-    low, high = band_of(record.gpu, record.predictor or "").around(record.predicted_us)
-    return {"low": curtailed(low), "high": curtailed(high)}
 
 
 def columns(names: Collection[str]) -> str:
@@ -192,7 +183,7 @@ def columns(names: Collection[str]) -> str:
 def trial_points(record: TrialRecord) -> Iterator[Point]:
     """The numbers of one trial."""
     numbers = {name: getattr(record, name) for name in _NUMBERS}
-    return to_points(numbers | {f"predicted_{end}_us": us for end, us in expected_us(record).items()}, record)
+    return to_points(numbers | {f"predicted_{end}_us": us for end, us in _expected_us(record).items()}, record)
 
 
 def to_points(numbers: Mapping[str, float | None], record: TrialRecord) -> Iterator[Point]:
@@ -202,6 +193,15 @@ def to_points(numbers: Mapping[str, float | None], record: TrialRecord) -> Itera
     for name, value in numbers.items():
         if value is not None:
             yield Point(name, _rounded(name, value), record.trial, time_ms)
+
+
+def _expected_us(record: TrialRecord) -> dict[str, float]:
+    """`low` and `high`, between which a measurement of a predicted row is expected; nothing of a row without a
+    prediction."""
+    if record.predicted_us is None:
+        return {}
+    low, high = band_of(record.gpu, record.predictor or "").around(record.predicted_us)
+    return {"low": curtailed(low), "high": curtailed(high)}
 
 
 def _rounded(name: str, value: float) -> float:

@@ -39,7 +39,6 @@ from flywheel.store.mirror import (
     campaign_points,
     code_span,
     columns,
-    expected_us,
     knob_params,
     run_name,
     to_ms,
@@ -345,10 +344,10 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord], gained: str | 
 
 def _expected(best: TrialRecord) -> str:
     """The range in which a measurement of a predicted best is expected, and what that rests on."""
-    if not best.is_predicted:
+    if not best.is_predicted or best.predicted_us is None:
         return ""
-    low, high = (rounded(us) for us in expected_us(best).values())
-    return f", measured perhaps {low} to {high} us ({band_of(best.gpu, best.predictor or '').why})"
+    band = band_of(best.gpu, best.predictor or "")
+    return f", {band.words(best.predicted_us)} ({band.why})"
 
 
 def _artifact_folder(uri: str) -> str | None:
