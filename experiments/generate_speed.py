@@ -25,7 +25,7 @@ import torch
 from flywheel.cli.files import load_config
 from flywheel.decode.cuda import CudaModel, CudaSession
 from flywheel.decode.generate import generate
-from flywheel.decode.session import stream_by_steps
+from flywheel.decode.reference import stream_by_steps
 from flywheel.decode.source import Source, open_source
 from flywheel.ir import TARGETS, DType, GpuTarget, ScheduleConfig
 from flywheel.lowering.lower import lower

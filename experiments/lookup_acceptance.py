@@ -17,7 +17,7 @@ import lzma
 import re
 from pathlib import Path
 
-from flywheel.decode.lookup import Lookup, accepted
+from flywheel.decode.sequences import Lookup, accepted
 
 TEXTS: dict[str, str] = json.loads(lzma.decompress((Path(__file__).parent / "lookup_texts.json.xz").read_bytes()))
 """Name of a file -> its text."""

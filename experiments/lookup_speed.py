@@ -26,9 +26,8 @@ from lookup_acceptance import EDITED, READ, SUMMARISED, TEXTS, summary_of, token
 
 from flywheel.decode.opening import open_session
 from flywheel.decode.sequences import SteppedSequences
-from flywheel.decode.session import JudgedSession
+from flywheel.decode.session import DecodeSession, Positions, Step, positions_of
 from flywheel.decode.source import Source, open_source
-from flywheel.decode.step import Positions, Step, positions_of
 from flywheel.lowering.lower import lower
 from flywheel.models.spec import DecoderSpec
 from flywheel.runtime.sequences import GREEDY, Sampling
@@ -117,7 +116,7 @@ def numbered(prompt: list[str], answer: list[str], vocab: int) -> tuple[list[int
 
 
 @contextmanager
-def opened(source: Source, arguments: argparse.Namespace, context: int, lanes: int) -> Iterator[JudgedSession]:
+def opened(source: Source, arguments: argparse.Namespace, context: int, lanes: int) -> Iterator[DecodeSession]:
     """The model by the schedule that it has for so many rows, as lanes of one sequence."""
     work = Workload(source.name, source.spec, find_target(arguments.gpu), "bf16", context, lanes)
     chosen = choose_schedule(work)
@@ -127,7 +126,7 @@ def opened(source: Source, arguments: argparse.Namespace, context: int, lanes: i
         yield open_session(program, source, 0, arguments.device, undo)[0]
 
 
-def timed(decode: Any, session: JudgedSession, prompt: Sequence[int]) -> tuple[float, list[int]]:
+def timed(decode: Any, session: DecodeSession, prompt: Sequence[int]) -> tuple[float, list[int]]:
     """(median us a token of ROUNDS, the tokens)."""
     found = []
     for _ in range(ROUNDS + 1):
@@ -139,7 +138,7 @@ def timed(decode: Any, session: JudgedSession, prompt: Sequence[int]) -> tuple[f
     return median(found[1:]), tokens
 
 
-def followed(session: JudgedSession, prompt: list[int], answer: list[int]) -> tuple[int, float]:
+def followed(session: DecodeSession, prompt: list[int], answer: list[int]) -> tuple[int, float]:
     """(launches of a known answer, median us a token of ROUNDS)."""
     found = []
     for _ in range(ROUNDS + 1):
@@ -157,7 +156,7 @@ def followed(session: JudgedSession, prompt: list[int], answer: list[int]) -> tu
 
 
 def own_text(
-    session: JudgedSession, prompt: list[int], positions: int, sampling: Sampling
+    session: DecodeSession, prompt: list[int], positions: int, sampling: Sampling
 ) -> tuple[list[int], int, float]:
     """(the model's own tokens, launches, us a token)."""
     sequences = session.sequences()

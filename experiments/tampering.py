@@ -29,7 +29,7 @@ from emulator.sessions import emulated_session
 from lies import LIES, MARGIN, Judges, examine, layers_of, smallest, tell
 from lies_of_formats import lies_of
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import Judge, default_positions

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flywheel.decode.generate import generate
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.source import open_source
 from flywheel.judge.verdicts import make_oracle, verify
 from flywheel.lowering.lower import lower

@@ -16,7 +16,8 @@ from statistics import median
 import torch
 
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.session import JudgedSession, ReferenceSession
+from flywheel.decode.reference import ReferenceSession
+from flywheel.decode.session import DecodeSession
 from flywheel.decode.source import open_source
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import Judge, default_positions
@@ -51,7 +52,7 @@ def main() -> None:
     model = CudaModel(open_gpu(), source.spec, dtype, CONTEXT, weights) if on_gpu else None
     for name, config in {"unfused": ScheduleConfig(), "known good": space.to_config(space.known_good()[0])}.items():
         program = lower(decode_step(source.spec, CONTEXT, dtype), config, target)
-        session: JudgedSession = (
+        session: DecodeSession = (
             ReferenceSession(program, source.spec, weights) if model is None else model.load(program)
         )
         bare, whole = (
@@ -62,7 +63,7 @@ def main() -> None:
         print(f"  {name:12} launches {bare:.3f}, verdict with them {whole:.3f}, {whole / bare:.2f} times; {shared}")
 
 
-def launches(session: JudgedSession, judge: Judge) -> None:
+def launches(session: DecodeSession, judge: Judge) -> None:
     """A step at each position behind its caches, and its logits compared."""
     for place, position in enumerate(judge.positions):
         step = session.step_rows(judge.prepare(session, position), position)[0]

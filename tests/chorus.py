@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flywheel.decode.sequences import Sequences
-from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.sequences import GREEDY, Sampling, Sequences
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import Buffer, BufferKind, DType, KvRows, MegakernelProgram, MemSpace, Task, at_position
 from flywheel.judge.verdicts import Examined, Judge
 from flywheel.models.eager import OracleWeights

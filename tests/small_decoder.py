@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flywheel.decode.cuda import prepare_torch
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import NoGpuError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle

@@ -20,7 +20,7 @@ from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.decode.notes import Note
-    from flywheel.decode.session import JudgedSession
+    from flywheel.decode.session import DecodeSession
     from flywheel.decode.source import Source, Weights
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -92,7 +92,7 @@ def open_model(command: str, model: str) -> Source:
 
 def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str = "reference", order: str = "list"
-) -> tuple[JudgedSession, Weights]:
+) -> tuple[DecodeSession, Weights]:
     """Load a program and the model's weights, in the program's dtype, on a device. Announces long loading.
 
     Raises as ReferenceSession, or as CudaModel and its `load`.

@@ -1,19 +1,21 @@
-"""KV caches of one or more sequences on a device, as a decode step's buffers see them."""
+"""KV caches of one or more sequences on a device, as a decode step's buffers see them, and memory as tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from math import prod
+from types import SimpleNamespace
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flywheel.decode.growing import GrowingMemory
 from flywheel.decode.interface import Interface
-from flywheel.decode.views import view
-from flywheel.errors import CacheMemoryError, UsageError
+from flywheel.errors import CacheMemoryError, GpuFaultError, UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
@@ -24,6 +26,9 @@ from flywheel.vm.gpu.granules import Granules
 _COMPARED: Final = 2**28  # elements compared at a time, to limit memory
 _WORDS: Final = {2: torch.int16, 4: torch.int32}
 """Size of a float in bytes -> an integer type of that size."""
+
+_KINDS: Final = {torch.int32: "<i4", torch.float32: "<f4", torch.uint8: "|u1"}
+"""Types of views, as an array interface names them."""
 
 
 class Caches(Protocol):
@@ -270,3 +275,24 @@ def _alike(lengths: Sequence[int], gains: Sequence[float] = ()) -> Iterator[tupl
         stop = start + len(list(some))
         yield slice(start, stop), length, gain
         start = stop
+
+
+def view(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor over memory that somebody else holds. Raises GpuFaultError where the address is not on the device."""
+    kind = np.dtype(_KINDS[dtype])
+    if device.type == "cpu":
+        held = (ctypes.c_byte * (prod(shape) * kind.itemsize)).from_address(address)
+        return torch.from_numpy(np.ctypeslib.as_array(held).view(kind).reshape(shape))
+    interface = {"data": (address, False), "shape": shape, "typestr": kind.str, "version": 3}
+    made = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
+    if made.data_ptr() != address:  # torch copies what it takes for memory of another GPU
+        raise GpuFaultError(f"memory at {address:#x}: torch does not see it on {device}")
+    return made
+
+
+def hold_rows(caches: Caches, places: Sequence[int], wanted: Collection[int] | None, lanes: int = 1) -> None:
+    """Get cache memory for a launch of `lanes` tokens of each sequence at `places`; only `wanted` rows are cached. No
+    launch may be running. Raises CacheMemoryError."""
+    for row, place in enumerate(places):
+        if wanted is None or row in wanted:
+            caches.hold(row, place + lanes, may_take=True)

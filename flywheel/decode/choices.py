@@ -1,17 +1,20 @@
-"""Chooses the tokens of several rows at once on the device of their logits, each as its own request asks."""
+"""Chooses the tokens of several rows at once on the device of their logits, each as its own request asks, and computes
+their log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import log
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf, log
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from flywheel.ir import NO_TOKEN
-from flywheel.runtime.sequences import Sampling
+from flywheel.runtime.sequences import MOST_LIKELY, Logprobs, Sampling
 
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd number whose multiples differ in all bits, so that neighbouring seeds draw independent numbers."""
@@ -22,6 +25,9 @@ _WHOLE: Final = 2**40
 """Shares are counted in multiples of 1 / this: sums of integers do not depend on their order, nor on other rows."""
 _BLOCK: Final = 512
 """Elements that are summed sequentially; blocks of them are summed in parallel."""
+
+WORDS: Final = 1 + 2 * MOST_LIKELY
+"""Most 32-bit words of a row of `report`."""
 
 
 class Choices:
@@ -157,3 +163,30 @@ def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> T
     token = _first_largest(logits[None].float())
     choices.replace(token, logits[None], {0: position})
     return token[0]
+
+
+def most_asked(samplings: Iterable[Sampling]) -> int | None:
+    """The largest number of likeliest tokens that a sampling asks for; None if none asks for log-probabilities."""
+    return max((each.logprobs for each in samplings if each.logprobs is not None), default=None)
+
+
+def report(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """int32 [batch, 1 + 2 * most]: the log-probabilities of each row's token and of its `most` likeliest tokens, as the
+    bits of float32, then the ids of the likeliest. `logits` [batch, vocab], `tokens` [batch] integers. At most `vocab`
+    tokens are reported."""
+    shares = logits.float().log_softmax(1)
+    best = shares.topk(min(most, shares.shape[1]), 1)
+    chosen = shares.gather(1, tokens.long()[:, None])
+    return torch.cat([chosen.view(torch.int32), best.values.view(torch.int32), best.indices.int()], 1)
+
+
+def read_row(words: npt.NDArray[Any], sampling: Sampling) -> Logprobs | None:
+    """The log-probabilities that a sampling asks for, from a row of `report` in any 32-bit type. Tokens whose logit is
+    -inf are not among the likeliest."""
+    if sampling.logprobs is None:
+        return None
+    most = (len(words) - 1) // 2
+    shares = words[: 1 + most].view(np.float32).tolist()
+    ids = words[1 + most :].view(np.int32).tolist()
+    likeliest = list(zip(ids, shares[1:], strict=True))[: sampling.logprobs]
+    return Logprobs(shares[0], tuple([(token, share) for token, share in likeliest if share > -inf]))

@@ -12,23 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flywheel.decode.ahead import QueuedRows, decode_ahead
-from flywheel.decode.awaited import AwaitedLaunches
-from flywheel.decode.caches import Caches, KvCaches
+from flywheel.decode.caches import Caches, KvCaches, hold_rows, view
 from flywheel.decode.finite import explain_text
-from flywheel.decode.interface import Interface, read_interface
-from flywheel.decode.launched import Launched, Place, beside, places_of
+from flywheel.decode.interface import (
+    Interface,
+    Launched,
+    Place,
+    Taps,
+    Whole,
+    as_whole,
+    beside,
+    find_taps,
+    places_of,
+    read_interface,
+)
+from flywheel.decode.memory import within_memory
 from flywheel.decode.on_gpu import ModelOnGpu, granules_of, moved, torch_device
-from flywheel.decode.prefill import Prefill
-from flywheel.decode.queued import QueuedSequences
-from flywheel.decode.sequences import SteppedSequences, check_join, stream_by_lanes
-from flywheel.decode.session import TokenStream, hold_rows
+from flywheel.decode.prompts import Prefill
+from flywheel.decode.queued import QueuedRows, QueuedSequences, decode_ahead
+from flywheel.decode.sequences import SteppedSequences, stream_by_lanes
+from flywheel.decode.session import Positions, Step, TokenStream, check_rows, lane_places, positions_of
 from flywheel.decode.shared_caches import SharedCaches
 from flywheel.decode.source import Weights
-from flywheel.decode.step import Positions, Step, check_prompt, check_rows, lane_places, positions_of
-from flywheel.decode.taps import Taps, find_taps
-from flywheel.decode.whole import Whole, as_whole
-from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
+from flywheel.errors import GpuMemoryError, InvalidProgramError, NoGpuError, TensorError
 from flywheel.ir import DType, MegakernelProgram, validate
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.models.eager import LayerCache
@@ -36,7 +42,7 @@ from flywheel.models.quantise import is_part
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import WeightsOnRequest, bind, bind_on_request
 from flywheel.process import sum_in_float32
-from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.sequences import GREEDY, Sampling, check_prompt
 from flywheel.runtime.session import LAUNCH_LIMIT_S
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu
@@ -54,6 +60,9 @@ Tokens = int | Sequence[int]
 
 _WIDEST: Final = 8
 """Bytes of the widest element."""
+
+_WORD: Final = 4
+"""Bytes of a token and of a position."""
 
 
 def prepare_torch() -> None:
@@ -243,7 +252,7 @@ class CudaSession:
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
-        """See `BatchSession.step_rows`. Raises as `step`."""
+        """See `DecodeSession.step_rows`. Raises as `step`."""
         check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
         hold_rows(self.caches, positions_of(position, self.batch), wanted, self.lanes)
         self._prepare(token_ids, position)
@@ -252,7 +261,7 @@ class CudaSession:
         return self.read_rows()
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """See `BatchSession.prefill`. torch reads the prompt on the GPU."""
+        """See `DecodeSession.prefill`. torch reads the prompt on the GPU."""
         check_prompt(self.spec, self.context, token_ids)
         self._prefill(token_ids, self.caches, row, start)
 
@@ -263,12 +272,12 @@ class CudaSession:
         if self.lanes > 1:
             return self._stepped()
         rows = QueuedRows(self.loaded, self.caches, self.batch, self._limit_s, self.explain)
-        return QueuedSequences(rows, self.caches, self._prefill, self.batch, partial(check_join, self))
+        return QueuedSequences(rows, self.caches, self._prefill, self.spec, self.context, self.batch)
 
     def _stepped(self) -> SteppedSequences:
         assert isinstance(self.loaded, LoadedProgram)  # ranks have one lane
         launches = AwaitedLaunches(self, self.loaded, self._limit_s)
-        return SteppedSequences(launches, launches)
+        return SteppedSequences(launches, launches.close)
 
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
@@ -287,7 +296,7 @@ class CudaSession:
         return explain_text(self.spec, self._weights, self.dtype, text)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
-        """See `JudgedSession.show`. Raises as `step`, and GpuMemoryError."""
+        """See `DecodeSession.show`. Raises as `step`, and GpuMemoryError."""
         loaded = self.loaded
         if apart and self.shares_memory and self._load_apart is not None:
             loaded = self._apart = self._apart or self._load_apart()
@@ -317,7 +326,7 @@ class CudaSession:
         return [Step(row, int(token)) for row, token in zip(torch.from_numpy(logits), tokens, strict=True)]
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """See `BatchSession.write_cache`. Raises UsageError for a wrong number of layers or too many positions."""
+        """See `DecodeSession.write_cache`. Raises UsageError for a wrong number of layers or too many positions."""
         self.caches.write(layers, row)
 
     def time(self, token_id: Tokens, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
@@ -395,3 +404,69 @@ def time_sessions(
     loaded = [session.loaded for session in sessions]
     limit_s = sessions[0]._limit_s
     return time_in_turn(loaded, position, samples=samples, warmup=warmup, limit_s=limit_s, dismissing=dismissing)
+
+
+class AwaitedLaunches:
+    """Implements `Stepped` for a GPU session with a loaded program. The host reads only tokens after a
+    launch: logits stay on the GPU, and a `Step` refers to them until the next launch. Raises GpuMemoryError."""
+
+    def __init__(self, session: CudaSession, loaded: LoadedProgram, limit_s: float) -> None:
+        self.spec: Final = session.spec
+        self.context: Final = session.context
+        self.batch: Final = session.batch
+        self.lanes: Final = loaded.packed.lanes
+        self.caches: Final = session.caches
+        self._session, self._loaded, self._limit_s = session, loaded, limit_s
+        self._gpu = gpu = loaded.gpu
+        self._rows = rows = self.batch * self.lanes
+        self._token_in, self._place_in = loaded.address("token_id"), loaded.address("position")
+        self._token_out = loaded.address("next_token")
+        shape = (rows, self.spec.vocab)
+        self._logits = view(loaded.address("logits"), shape, torch.float32, self.caches.device)
+        with ExitStack() as undo:
+            # Inputs (positions and tokens) and outputs.
+            self._words = gpu.alloc_host(POSITIONS + 2 * rows)
+            undo.callback(gpu.free_host, self._words)
+            self._positions = gpu.alloc(POSITIONS * _WORD)
+            undo.callback(gpu.free, self._positions)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Free its memory."""
+        self._undo.close()
+
+    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
+        """See `DecodeSession.prefill`. Raises GpuMemoryError if the prompt's activations do not fit even after the
+        caches of ended sequences are freed."""
+        what, work = f"prompt of {len(token_ids) + 1} tokens", partial(self._session.prefill, token_ids, row, start)
+        try:
+            within_memory(what, work)
+        except GpuMemoryError:
+            self.caches.give_back()
+            within_memory(what, work)
+
+    def explain(self, text: Sequence[int]) -> str:
+        """See `runtime.sequences.Explain`."""
+        return self._session.explain(text)
+
+    def step_rows(
+        self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
+    ) -> list[Step]:
+        """See `DecodeSession.step_rows`, but the caches must already have memory for the positions. Raises as
+        `CudaSession.step`."""
+        check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
+        gpu, rows, words = self._gpu, self._rows, self._words.array
+        places = positions_of(position, self.batch)
+        words[:POSITIONS] = 0
+        words[:rows] = lane_places(places, self.lanes)
+        words[POSITIONS : POSITIONS + rows] = token_ids
+        if self.caches.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the VM's stream does not wait for torch's
+        gpu.send(self._positions.address, self._words, 0, POSITIONS)
+        gpu.send(self._place_in, self._words, 0, rows)
+        gpu.send(self._token_in, self._words, POSITIONS, rows)
+        self._loaded.launch(max(places), self._positions.address)
+        gpu.fetch(self._words, POSITIONS + rows, self._token_out, rows)
+        self._loaded.wait(gpu.record(), self._limit_s)
+        chosen = words[POSITIONS + rows :][:rows].view(np.int32).tolist()
+        return [Step(logits, token) for logits, token in zip(self._logits, chosen, strict=True)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from flywheel.decode.host import HostGranules
+from flywheel.decode.growing import HostGranules
 from flywheel.decode.interface import read_interface
 from flywheel.decode.memory import within_memory
-from flywheel.decode.session import JudgedSession, ReferenceSession
+from flywheel.decode.reference import ReferenceSession
+from flywheel.decode.session import DecodeSession
 from flywheel.decode.source import Source, Weights
 from flywheel.ir import MegakernelProgram
 from flywheel.models.quantise import formats_of_program
@@ -15,7 +16,7 @@ from flywheel.models.quantise import formats_of_program
 
 def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str, undo: ExitStack, order: str = "list"
-) -> tuple[JudgedSession, Weights]:
+) -> tuple[DecodeSession, Weights]:
     """A session of a program on `reference` or `cuda`, and the model's weights there, in the program's dtype and
     formats. The caches' memory grows with use. `undo` frees the device's memory; `order` is the firing order of the
     reference VM.
@@ -34,7 +35,7 @@ def open_session(
 
     prepare_torch()
 
-    def load() -> tuple[JudgedSession, Weights]:
+    def load() -> tuple[DecodeSession, Weights]:
         gpu, *peers = open_gpus(program.ranks)
         weights = weights_for(source, dtype, seed, formats, [gpu, *peers])
         model = CudaModel(

@@ -1,113 +1,24 @@
-"""Sequences that decode together: each launch makes a token of every one. They start and leave between launches."""
+"""Sequences that decode together by single steps: each launch makes a token of every one, or several where it confirms
+drafts. They start and leave between launches."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final
 
 import torch
 
-from flywheel.decode.caches import Caches
-from flywheel.decode.choices import Choices
-from flywheel.decode.logprobs import most_asked, read_row, report
-from flywheel.decode.lookup import Lookup, accepted
-from flywheel.decode.prefixes import Prefixes
-from flywheel.decode.step import Positions, Step, check_place, check_prompt
-from flywheel.errors import CacheMemoryError, FlywheelError, UsageError
+from flywheel.decode.choices import Choices, most_asked, read_row, report
+from flywheel.decode.prompts import Prefixes
+from flywheel.decode.session import Step, Stepped
+from flywheel.errors import CacheMemoryError, FlywheelError
 from flywheel.ir import NO_TOKEN
-from flywheel.models.spec import DecoderSpec
-from flywheel.runtime.sequences import Made, Sampling, not_finite
+from flywheel.runtime.sequences import Made, Sampling, check_join, not_finite
 
-
-class Sequences(Protocol):
-    """Rows 0 to `batch` - 1 of a session; each is free or holds a sequence. A sequence's tokens do not depend on other
-    rows."""
-
-    @property
-    def batch(self) -> int:
-        """The number of rows."""
-
-    def join(
-        self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
-    ) -> int:
-        """Start a sequence in a free row: read its prompt, except the last token, at once, and decode from there up to
-        `positions` - 1. With `reuse`, the prefix that another sequence's cache shares with the prompt is copied instead
-        of read.
-
-        Returns the number of reused tokens. Raises UsageError for a token or position out of range and for a row in
-        use, and CacheMemoryError if other sequences hold the memory that the prompt needs.
-        """
-
-    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """The best of the `free` rows for a prompt."""
-
-    def leave(self, row: int) -> None:
-        """End a row's sequence and free the row. No more tokens of it come."""
-
-    def advance(self) -> list[Made]:
-        """The tokens of one launch, for each sequence that has not reached its end. Empty if no sequence is left, or if
-        there are no tokens yet."""
-
-    def lost(self) -> dict[int, FlywheelError]:
-        """Rows that lost their sequence since the last call, with the error: CacheMemoryError if memory for the caches
-        ran out, NonFiniteError if logits are not finite. They are free."""
-
-    def close(self) -> None:
-        """Free all rows and their memory."""
-
-
-class Stepped(Protocol):
-    """The parts of a BatchSession that sequences with single steps use."""
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """The model."""
-
-    @property
-    def context(self) -> int:
-        """Positions that the caches hold."""
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences: rows 0 to batch - 1."""
-
-    @property
-    def lanes(self) -> int:
-        """Consecutive tokens of each sequence in a launch."""
-
-    @property
-    def caches(self) -> Caches:
-        """KV caches of all sequences."""
-
-    def step_rows(
-        self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
-    ) -> list[Step]:
-        """Decode one token of each sequence, or one per lane. Only the tokens of `wanted` rows are cached."""
-
-    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """Start the sequence of a row: read its prompt from `start` on. Earlier positions are cached."""
-
-    def explain(self, text: Sequence[int]) -> str:
-        """See `runtime.sequences.Explain`. No launch may be running."""
-
-
-class Closing(Protocol):
-    """An object that owns memory."""
-
-    def close(self) -> None:
-        """Free its memory."""
-
-
-def check_join(session: Stepped, prompt: Sequence[int], positions: int) -> None:
-    """Raises UsageError for an empty prompt, a token out of range, or positions that exclude the prompt or exceed the
-    context."""
-    if not prompt:
-        raise UsageError(f"{session.spec.name}: a sequence without a token")
-    check_prompt(session.spec, session.context, prompt)
-    check_place(session.spec, session.context, prompt[-1], positions - 1)
-    if positions < len(prompt):
-        raise UsageError(f"{session.spec.name}: {positions} positions for a prompt of {len(prompt)} tokens")
+LONGEST: Final = 3
+"""Longest suffix of a text that is looked up; shorter ones, down to one token, are tried if it has not occurred
+before."""
 
 
 class SteppedSequences:
@@ -117,10 +28,10 @@ class SteppedSequences:
     that the program's own choices confirm. The next launch overwrites the cache rows of wrong drafts.
     """
 
-    def __init__(self, session: Stepped, owned: Closing | None = None) -> None:
-        """`owned` is closed with this object."""
+    def __init__(self, session: Stepped, close: Callable[[], None] = lambda: None) -> None:
+        """`close` frees the session's memory when this object is closed."""
         self.batch = session.batch
-        self._session, self._owned = session, owned
+        self._session, self._close = session, close
         self._lanes, self._last = session.lanes, session.context - session.lanes
         self._rows: dict[int, _Row] = {}
         self._lost: dict[int, FlywheelError] = {}
@@ -131,9 +42,7 @@ class SteppedSequences:
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
     ) -> int:
         """See `Sequences.join`."""
-        check_join(self._session, prompt, positions)
-        if row in self._rows:
-            raise UsageError(f"{self._session.spec.name}: row {row} is taken")
+        check_join(self._session.spec, self._session.context, self._rows, row, prompt, positions)
         try:
             start = self._prefixes.reuse(row, prompt, reuse)
             self._session.prefill(prompt[:-1], row, start)
@@ -253,8 +162,7 @@ class SteppedSequences:
         """See `Sequences.close`."""
         for row in list(self._rows):
             self.leave(row)
-        if self._owned is not None:
-            self._owned.close()
+        self._close()
 
 
 def stream_by_lanes(
@@ -309,3 +217,46 @@ class _Row:
         self.position = len(self.text) - 1
         if self.lookup is not None:
             self.lookup.extend(tokens)
+
+
+class Lookup:
+    """A growing text, which drafts its next tokens from an earlier occurrence of its last ones. It has the last place
+    of each run of up to `LONGEST` tokens. The cost of adding a token does not depend on the length of the text.
+
+    Source: apoorvumang/prompt-lookup-decoding; Mirage MPK, `find_ngram_partial` and `target_verify_greedy`.
+    """
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}
+        self.extend(text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        text = self._text
+        for token in tokens:
+            end = len(text)
+            for size in range(1, min(LONGEST, end) + 1):
+                self._behind[tuple(text[end - size :])] = end
+            text.append(token)
+
+    def propose(self, count: int) -> list[int]:
+        """Draft `count` tokens: those that followed the latest earlier occurrence of the longest possible suffix of the
+        text. If the text ends first, the draft repeats them. Empty if even the last token is new."""
+        text = self._text
+        for size in range(min(LONGEST, len(text)), 0, -1):
+            start = self._behind.get(tuple(text[-size:]))
+            if start is not None:
+                period = len(text) - start
+                return [text[start + place % period] for place in range(count)]
+        return []
+
+
+def accepted(proposed: Sequence[int], chosen: Sequence[int]) -> int:
+    """The number of `chosen` tokens that continue the text: one, plus one for each correct draft token up to the first
+    wrong one. Each chosen token is the model's choice after the draft tokens before it; `chosen` is one longer than
+    `proposed`."""
+    for place, (guess, choice) in enumerate(zip(proposed, chosen[:-1], strict=True)):
+        if guess != choice:
+            return place + 1
+    return len(chosen)

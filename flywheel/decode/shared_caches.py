@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flywheel.decode.caches import KvCaches
-from flywheel.decode.interface import Interface
-from flywheel.decode.whole import agreed
+from flywheel.decode.interface import Interface, agreed
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.sharding import kv_heads_of, local_spec

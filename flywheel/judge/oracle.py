@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flywheel.decode.launched import Launched
-from flywheel.decode.taps import Taps
+from flywheel.decode.interface import Launched, Taps
 from flywheel.models.eager import OracleWeights
 from flywheel.models.forced import Past, named, run_forced
 

@@ -11,10 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from flywheel.decode.launched import Launched
-from flywheel.decode.session import BatchSession, DecodeSession, JudgedSession
+from flywheel.decode.interface import Launched
+from flywheel.decode.session import DecodeSession, Step
 from flywheel.decode.source import Weights
-from flywheel.decode.step import Step
 from flywheel.errors import NonFiniteError, UsageError
 from flywheel.ir import DType
 from flywheel.judge.oracle import Oracle, Scored, gather, score
@@ -99,7 +98,7 @@ class Judge:
         self._oracle: Final = Oracle(weights, tokens_there, at, self.past, gains)
         self.logits: Final = drawing.logits[0].view(len(tried), batch, -1)
 
-    def examine(self, session: JudgedSession) -> Examined:
+    def examine(self, session: DecodeSession) -> Examined:
         """Run one launch per position of a session of the judge's model, dtype and batch, and judge them.
 
         In the last launch all sequences are at the last position; in the others they take turns at the other positions.
@@ -133,11 +132,11 @@ class Judge:
         verdict = judge(error=error, where=where, positions=self.positions, dtype=self.dtype.name)
         return Examined(verdict, last, scored)
 
-    def prepare(self, session: JudgedSession, position: int) -> list[int]:
+    def prepare(self, session: DecodeSession, position: int) -> list[int]:
         """Fill the caches with the rows before one of the positions. Returns the tokens at that position."""
         return self._prepare(session, [self.positions.index(position)] * self.batch)
 
-    def _prepare(self, session: JudgedSession, places: Sequence[int]) -> list[int]:
+    def _prepare(self, session: DecodeSession, places: Sequence[int]) -> list[int]:
         """`prepare` for one position per sequence, given by its index in `positions`."""
         gains = [self.gains[place] for place in places]
         session.caches.write_past(self.past, [self.positions[place] for place in places], gains)
@@ -155,14 +154,14 @@ class Judge:
         rows = range(self.batch)
         return [at[place, row] * self.batch + row for place in range(len(turns)) for row in rows]
 
-    def _launch(self, session: JudgedSession, places: Sequence[int], *, apart: bool) -> tuple[Launched, Tensor, Tensor]:
+    def _launch(self, session: DecodeSession, places: Sequence[int], *, apart: bool) -> tuple[Launched, Tensor, Tensor]:
         """(tensors, new cache rows, whether other cache rows changed) of one launch."""
         positions, gains = [self.positions[place] for place in places], [self.gains[place] for place in places]
         tokens = self._prepare(session, places)
         launched = session.show(tokens, positions[0] if len(set(positions)) == 1 else positions, apart=apart)
         return launched, session.caches.new_rows(positions), session.caches.changed(self.past, positions, gains)
 
-    def _unlike_plain(self, session: JudgedSession, logits: Tensor, new: Tensor) -> Tensor:
+    def _unlike_plain(self, session: DecodeSession, logits: Tensor, new: Tensor) -> Tensor:
         """[1, positions * batch, 1]: whether the program with its own memory plan computes something else at the last
         position than with separate memory for each buffer, which gave `logits` and the `new` rows."""
         launched, new_rows, changed = self._launch(session, self._turns()[-1], apart=False)
@@ -262,7 +261,7 @@ def make_oracle(session: DecodeSession, weights: Weights) -> EagerDecoder:
     return EagerDecoder(session.spec, weights, TORCH_DTYPES[session.dtype], session.context, device)
 
 
-def make_judge(session: BatchSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Judge:
+def make_judge(session: DecodeSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Judge:
     """The judge for a session: the same model, dtype, context, batch and weights, on the weights' device. Raises as
     Judge does."""
     device = next(iter(weights.values())).device
@@ -270,7 +269,7 @@ def make_judge(session: BatchSession, weights: Weights, positions: Sequence[int]
     return Judge(own, session.dtype, session.context, positions, session.batch, seed)
 
 
-def verify(session: JudgedSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Verdict:
+def verify(session: DecodeSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Verdict:
     """The verdict on a program with these weights, for random tokens and caches. Raises as Judge does."""
     return make_judge(session, weights, positions, seed).examine(session).verdict
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from flywheel.decode.session import Step
 from flywheel.decode.source import Source, open_source
-from flywheel.decode.step import Step
 from flywheel.errors import FlywheelError, MismatchError, WorkerDiedError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache

@@ -110,7 +110,7 @@ class ShardedDecoder(TorchDecoder):
         self._shard = shard
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """See `BatchSession.write_cache`, with all KV heads of the model; the rank keeps its own."""
+        """See `DecodeSession.write_cache`, with all KV heads of the model; the rank keeps its own."""
         heads = slice(*self._shard.kv_heads)
         super().write_cache([(keys[:, heads], values[:, heads]) for keys, values in layers], row)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
+from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
-from flywheel.decode.step import Step, check_rows
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
@@ -110,7 +110,7 @@ def _whole(weights: Weights, key: str, dtype: torch.dtype) -> Tensor:
 
 
 class TorchDecoder:
-    """A BatchSession whose step consists of torch's own operations, on the device of `weights` and in its dtype.
+    """A DecodeSession whose step consists of torch's own operations, on the device of `weights` and in its dtype.
 
     A step reads its tokens from `token`, int64 [batch]. With `inline_attention`, attention is arithmetic that a
     compiler turns into kernels, instead of torch's own. Positions that no token has written hold NaN, so that reading
@@ -151,7 +151,7 @@ class TorchDecoder:
 
     @torch.no_grad()
     def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
-        """See `BatchSession.step_rows`. Logits are float32."""
+        """See `DecodeSession.step_rows`. Logits are float32."""
         check_rows(self.spec, self.context, self.batch, token_ids, position)
         self.set_tokens(token_ids)
         return steps_of(*self.forward(position))
@@ -162,7 +162,7 @@ class TorchDecoder:
 
     @torch.no_grad()
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """See `BatchSession.write_cache`. Raises UsageError for a wrong number of layers, or too many positions."""
+        """See `DecodeSession.write_cache`. Raises UsageError for a wrong number of layers, or too many positions."""
         length = len(layers[0][0]) if layers else 0
         if len(layers) != self.spec.n_layers or length > self.context:
             raise UsageError(

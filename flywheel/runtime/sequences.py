@@ -1,13 +1,14 @@
-"""What a runtime of a model is asked for and what it gives: requests, samplings, and the tokens that launches make."""
+"""What a runtime of a model is asked for and what it gives: requests, samplings, the tokens that launches make, and
+sequences that decode together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from flywheel.errors import ContextError, NonFiniteError, UsageError
+from flywheel.errors import ContextError, FlywheelError, NonFiniteError, UsageError
 from flywheel.models.spec import DecoderSpec
 
 _COLDEST: Final = 1e-5
@@ -137,3 +138,84 @@ def not_finite(text: Sequence[int], explain: Explain | None, whose: str = "the")
     """The error that ends a sequence whose logits after `text` are not finite. `whose` logits they are."""
     told = "" if explain is None else explain(text)
     return NonFiniteError(f"position {len(text) - 1}: {whose} logits are not finite{told}")
+
+
+class Sequences(Protocol):
+    """Rows 0 to `batch` - 1 of a session; each is free or holds a sequence. A sequence's tokens do not depend on other
+    rows."""
+
+    @property
+    def batch(self) -> int:
+        """The number of rows."""
+
+    def join(
+        self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
+    ) -> int:
+        """Start a sequence in a free row: read its prompt, except the last token, at once, and decode from there up to
+        `positions` - 1. With `reuse`, the prefix that another sequence's cache shares with the prompt is copied instead
+        of read.
+
+        Returns the number of reused tokens. Raises UsageError for a token or position out of range and for a row in
+        use, and CacheMemoryError if other sequences hold the memory that the prompt needs.
+        """
+
+    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
+        """The best of the `free` rows for a prompt."""
+
+    def leave(self, row: int) -> None:
+        """End a row's sequence and free the row. No more tokens of it come."""
+
+    def advance(self) -> list[Made]:
+        """The tokens of one launch, for each sequence that has not reached its end. Empty if no sequence is left, or if
+        there are no tokens yet."""
+
+    def lost(self) -> dict[int, FlywheelError]:
+        """Rows that lost their sequence since the last call, with the error: CacheMemoryError if memory for the caches
+        ran out, NonFiniteError if logits are not finite. They are free."""
+
+    def close(self) -> None:
+        """Free all rows and their memory."""
+
+
+class Session(Protocol):
+    """A model in memory that decodes sequences together."""
+
+    @property
+    def context(self) -> int:
+        """Positions that the caches hold."""
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences: rows 0 to batch - 1."""
+
+    def sequences(self) -> Sequences:
+        """Rows for sequences that decode together, all free. Until it is closed, nothing else may use the session."""
+
+
+def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -> None:
+    """Raises UsageError for a token outside the vocabulary or a position outside the context."""
+    if not 0 <= token_id < spec.vocab:
+        raise UsageError(f"{spec.name}: token {token_id} is not in 0..{spec.vocab - 1}")
+    if not 0 <= position < context:
+        raise UsageError(f"{spec.name}: position {position} is not in 0..{context - 1}")
+
+
+def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> None:
+    """`check_place` for each token, at positions from 0 on."""
+    for position, token_id in enumerate(token_ids):
+        check_place(spec, context, token_id, position)
+
+
+def check_join(
+    spec: DecoderSpec, context: int, taken: Container[int], row: int, prompt: Sequence[int], positions: int
+) -> None:
+    """Raises UsageError, as `Sequences.join` does, for a taken row, an empty prompt, a token out of range, or positions
+    that exclude the prompt or exceed the context."""
+    if row in taken:
+        raise UsageError(f"{spec.name}: row {row} is taken")
+    if not prompt:
+        raise UsageError(f"{spec.name}: a sequence without a token")
+    check_prompt(spec, context, prompt)
+    check_place(spec, context, prompt[-1], positions - 1)
+    if positions < len(prompt):
+        raise UsageError(f"{spec.name}: {positions} positions for a prompt of {len(prompt)} tokens")

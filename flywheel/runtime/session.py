@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import BundleError, FlywheelError, UsageError
+from flywheel.errors import BundleError, FlywheelError
 from flywheel.ir import NO_TOKEN, Buffer, BufferKind
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.runtime.reading import Bundle, check_gpu
-from flywheel.runtime.sequences import Logprobs, Made, Sampling, not_finite
+from flywheel.runtime.sequences import Logprobs, Made, Sampling, check_join, not_finite
 from flywheel.runtime.weights import Check, GivenWeights, place_weights
 from flywheel.vm.gpu.driver import Gpu, load_variant
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
@@ -129,15 +129,7 @@ class BundledSequences:
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
     ) -> int:
         """See `Sequences.join`. Returns 0: `advance` reads the whole prompt."""
-        if row in self._rows:
-            raise UsageError(f"{self._spec.name}: row {row} is taken")
-        if not prompt or not all(0 <= token < self._spec.vocab for token in prompt):
-            raise UsageError(f"{self._spec.name}: a prompt of no tokens, or of one not in 0..{self._spec.vocab - 1}")
-        if not len(prompt) <= positions <= self._context:
-            raise UsageError(
-                f"{self._spec.name}: {positions} positions for a prompt of {len(prompt)} tokens; the context has "
-                f"{self._context}"
-            )
+        check_join(self._spec, self._context, self._rows, row, prompt, positions)
         seen = np.zeros(self._spec.vocab, np.bool_)
         seen[list(prompt)] = True
         self._rows[row] = _Row(list(prompt), len(prompt), 0, positions, sampling, seen)
@@ -243,7 +235,7 @@ def _race(
 
 
 def logprobs_of(logits: Floats, token: int, sampling: Sampling) -> Logprobs | None:
-    """The log-probabilities that a sampling asks for, as `decode.logprobs.read_row`; None if it asks for none."""
+    """The log-probabilities that a sampling asks for, as `decode.choices.read_row`; None if it asks for none."""
     if sampling.logprobs is None:
         return None
     wide = logits.astype(np.float64)

@@ -62,6 +62,21 @@ _LOADS: Final = 16
 
 _READ_BYTES: Final = 2**26
 
+_WEIGHT: Final = "weight"
+_PARTS: Final[Mapping[str, Part]] = MappingProxyType(
+    {codes_of(""): "codes", scales_of(""): "scales", zeros_of(""): "zeros"}
+)
+
+_ENDS: Final[Mapping[str, Mapping[Part, str]]] = MappingProxyType(
+    {
+        "plain": {"codes": "weight", "scales": "weight_scale", "zeros": "weight_zero_point"},
+        "inverse": {"codes": "weight", "scales": "weight_scale_inv"},
+        "packed": {"codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point"},
+    }
+)
+LAYOUTS: Final = tuple(_ENDS)
+"""The layouts of `models.schemes.Layout` that are supported here: compressed-tensors' and blocks of fp8."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
@@ -171,21 +186,6 @@ Part = Literal["codes", "scales", "zeros"]
 """A part of a quantised matrix."""
 
 Array = npt.NDArray[Any]
-
-_WEIGHT: Final = "weight"
-_PARTS: Final[Mapping[str, Part]] = MappingProxyType(
-    {codes_of(""): "codes", scales_of(""): "scales", zeros_of(""): "zeros"}
-)
-_ENDS: Final[Mapping[str, Mapping[Part, str]]] = MappingProxyType(
-    {
-        "plain": {"codes": "weight", "scales": "weight_scale", "zeros": "weight_zero_point"},
-        "inverse": {"codes": "weight", "scales": "weight_scale_inv"},
-        "packed": {"codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point"},
-    }
-)
-LAYOUTS: Final = tuple(_ENDS)
-"""The layouts of `models.schemes.Layout` that are supported here: compressed-tensors' and blocks of fp8."""
-
 
 def part_of(name: str) -> Part | None:
     """The part of a quantised matrix that a state-dict name stands for; None for a weight that is not quantised."""

@@ -6,33 +6,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import Final, Literal
 from weakref import ref
 
 from flywheel.errors import CacheMemoryError, FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
-from flywheel.runtime.sequences import Made, Request, Sampling
+from flywheel.runtime.sequences import Made, Request, Sampling, Sequences, Session
 from flywheel.serve.likely import Likely, Speller
 from flywheel.serve.text import DecodeEach, Streamer, push_all
 
-if TYPE_CHECKING:
-    from flywheel.decode.sequences import Sequences
-
 Finish = Literal["stop", "length"]
-
-
-class Session(Protocol):
-    """A model in memory that decodes sequences together."""
-
-    @property
-    def context(self) -> int:
-        """Positions that the caches hold."""
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences: rows 0 to batch - 1."""
-
-    def sequences(self) -> Sequences:
-        """Rows for sequences that decode together, all free. Until it is closed, nothing else may use the session."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from flywheel.decode.interface import read_interface
 from flywheel.decode.notes import Note, notes_of_source
 from flywheel.decode.opening import open_session
-from flywheel.decode.session import BatchSession
+from flywheel.decode.session import DecodeSession
 from flywheel.decode.source import Source, Weights, open_source
 from flywheel.errors import UsageError, WeightsError
 from flywheel.ir import MAX_RANKS
@@ -26,7 +26,7 @@ class LoadedModel:
     """A model on a device. `schedule` describes the schedule in use, and `notes` what else is computed."""
 
     source: Source
-    session: BatchSession
+    session: DecodeSession
     schedule: str
     notes: tuple[Note, ...]
 

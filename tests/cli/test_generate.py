@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import Result
 
-from flywheel.decode.session import ReferenceSession
-from flywheel.decode.step import Step
+from flywheel.decode.reference import ReferenceSession
+from flywheel.decode.session import Step
 from flywheel.errors import NoGpuError
 from flywheel.ir import ScheduleConfig, config_to_dict
 from flywheel.runtime.sequences import Sampling

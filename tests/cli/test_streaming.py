@@ -10,8 +10,8 @@ from click.testing import Result
 from tokenizers import Tokenizer
 
 from flywheel.cli.exits import ABORTED
-from flywheel.decode.session import ReferenceSession
-from flywheel.decode.step import Step
+from flywheel.decode.reference import ReferenceSession
+from flywheel.decode.session import Step
 
 Run = Callable[..., Result]
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}<assistant>"

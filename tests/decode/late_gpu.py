@@ -15,12 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from flywheel.decode import ahead
-from flywheel.decode.ahead import QueuedRows
 from flywheel.decode.caches import KvCaches
-from flywheel.decode.host import HostGranules
-from flywheel.decode.queued import QueuedSequences
-from flywheel.decode.sequences import check_join
+from flywheel.decode.growing import HostGranules
+from flywheel.decode.queued import QueuedRows, QueuedSequences
 from flywheel.ir import DType
 from flywheel.models.spec import DecoderSpec
 from flywheel.vm.gpu.loader import POSITIONS
@@ -161,11 +158,10 @@ def late_sequences(
     caches = KvCaches(replace(SPEC), DType.F32, CONTEXT, "cpu", batch, held)
     gpu = LateGpu()
     program: Any = LateProgram(gpu, caches, batch)
-    monkeypatch.setattr(ahead, "_on_stream_of", lambda *_: gpu.after)
+    monkeypatch.setattr("flywheel.decode.queued._on_stream_of", lambda *_: gpu.after)
     rows = QueuedRows(program, caches, batch, 1.0)
     prefill: Any = read_prompt
-    session: Any = SimpleNamespace(spec=SPEC, context=CONTEXT)
-    made = QueuedSequences(rows, caches, prefill, batch, lambda prompt, stop: check_join(session, prompt, stop))
+    made = QueuedSequences(rows, caches, prefill, SPEC, CONTEXT, batch)
     return made, program, caches
 
 

@@ -10,7 +10,7 @@ import torch
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import ConfigError, TensorError, UsageError
 from flywheel.ir import (
     TARGETS,

@@ -9,10 +9,9 @@ import pytest
 from decode.test_prefixes import BEGINNING, CONTEXT, GRANULE, SPEC, session_of
 from effort import sample
 
-from flywheel.decode.host import HostGranules
-from flywheel.decode.sequences import Sequences
+from flywheel.decode.growing import HostGranules
 from flywheel.errors import CacheMemoryError
-from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.sequences import GREEDY, Sampling, Sequences
 
 
 @dataclass

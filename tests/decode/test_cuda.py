@@ -10,7 +10,7 @@ import torch
 
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import TensorError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import make_judge, verify

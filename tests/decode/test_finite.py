@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from spoilt import DOWN, EMBED, after, overflowing
 from torch import Tensor, inf, nan
 
-from flywheel.decode.choices import Choices, choose
+from flywheel.decode.choices import Choices, choose, read_row, report
 from flywheel.decode.finite import _Watching, explain_text
 from flywheel.decode.generate import generate, is_tie
-from flywheel.decode.logprobs import read_row, report
+from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.session import Step
 from flywheel.decode.source import Source
-from flywheel.decode.step import Step
 from flywheel.errors import NonFiniteError, WeightsError
 from flywheel.ir import NO_TOKEN, TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.agreement import agreement

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from flywheel.decode.generate import generate, is_tie
-from flywheel.decode.session import LayerCache, ReferenceSession, TokenStream, stream_by_steps
-from flywheel.decode.step import Step
+from flywheel.decode.reference import ReferenceSession, stream_by_steps
+from flywheel.decode.session import Step, TokenStream
 from flywheel.errors import MismatchError
 from flywheel.ir import DType, MegakernelProgram
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.eager import EagerDecoder, LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.runtime.sequences import GREEDY, Request, Sampling
 

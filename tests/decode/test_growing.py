@@ -13,10 +13,9 @@ import torch
 from chorus import sing, voices
 
 from flywheel.decode.caches import KvCaches
-from flywheel.decode.growing import GrowingMemory
-from flywheel.decode.host import HostGranules
+from flywheel.decode.growing import GrowingMemory, HostGranules
 from flywheel.decode.queued import QueuedSequences
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import CacheMemoryError, GpuMemoryError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower
@@ -193,7 +192,7 @@ def test_a_prompt_that_torch_has_no_memory_for_leaves_its_granules_to_others() -
 
     rows: Any = Stopped()
     prefill: Any = out
-    sequences = QueuedSequences(rows, caches, prefill, 2, lambda prompt, positions: None)
+    sequences = QueuedSequences(rows, caches, prefill, SPEC, 160, 2)
     with pytest.raises(GpuMemoryError, match="prompt of 90 tokens"):
         sequences.join(0, [1] * 90, 100, GREEDY)
     caches.hold(1, 160, may_take=True)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.decode.generate import generate
-from flywheel.decode.host import HostGranules
+from flywheel.decode.growing import HostGranules
+from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
-from flywheel.decode.session import ReferenceSession
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle

@@ -9,7 +9,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import TARGETS
 from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower

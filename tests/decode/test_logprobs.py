@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flywheel.decode import sequences as stepping
-from flywheel.decode.logprobs import WORDS, read_row, report
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.choices import WORDS, read_row, report
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower
@@ -57,7 +56,7 @@ def test_sequences_that_ask_get_the_shares_of_their_logits_and_nobody_else_pays(
     sequences = session.sequences()
     sequences.join(0, (1, 2), 8, GREEDY)
     with monkeypatch.context() as patched:
-        patched.setattr(stepping, "report", None)
+        patched.setattr("flywheel.decode.sequences.report", None)
         assert [made.logprobs for made in sequences.advance()] == [None]
     sequences.join(1, (5, 6, 7), 8, Sampling(1.5, seed=3, logprobs=4))
     first, second = sequences.advance()

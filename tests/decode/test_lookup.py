@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from work import lines_run
 
-from flywheel.decode.lookup import LONGEST, Lookup, accepted
+from flywheel.decode.sequences import LONGEST, Lookup, accepted
 
 Model = Callable[[Sequence[int]], int]
 """The token behind a text."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flywheel.decode import prefill
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.prompts import CHUNK, Prefill
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
@@ -38,13 +38,13 @@ def session_of(spec: DecoderSpec, dtype: DType) -> ReferenceSession:
     return ReferenceSession(program_of(spec, dtype), spec, random_weights(spec, 1, TORCH_DTYPES[dtype]))
 
 
-@pytest.mark.parametrize("chunk", [prefill.CHUNK, 7])
+@pytest.mark.parametrize("chunk", [CHUNK, 7])
 @pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_at_once_is_its_tokens_one_by_one(
     family: str, dtype: DType, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "CHUNK", chunk)
+    monkeypatch.setattr("flywheel.decode.prompts.CHUNK", chunk)
     at_once, stepped = session_of(FAMILIES[family], dtype), session_of(FAMILIES[family], dtype)
     at_once.prefill(PROMPT)
     for position, token in enumerate(PROMPT):
@@ -62,7 +62,7 @@ def test_positions_behind_the_prompt_are_forgotten_and_other_sequences_are_not()
     program = lower(decode_step(SMALL, CONTEXT, DType.F32, 2), ScheduleConfig(), replace(TARGETS["h100"], num_sms=6))
     weights = random_weights(SMALL, 1, torch.float32)
     session = ReferenceSession(program, SMALL, weights)
-    run = prefill.Prefill(SMALL, weights)
+    run = Prefill(SMALL, weights)
     run(PROMPT, session.caches, row=0)
     run(PROMPT[:9], session.caches, row=1)
     run(PROMPT[:4], session.caches, row=0)

@@ -6,17 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from flywheel.decode.host import HostGranules
-from flywheel.decode.prefill import Prefill
-from flywheel.decode.prefixes import LEAST
-from flywheel.decode.sequences import Sequences
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.growing import HostGranules
+from flywheel.decode.prompts import LEAST, Prefill
+from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
-from flywheel.runtime.sequences import GREEDY
+from flywheel.runtime.sequences import GREEDY, Sequences
 from flywheel.tensors import TORCH_DTYPES
 
 SPEC = DecoderSpec("small", "llama", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 256)

@@ -8,7 +8,7 @@ import pytest
 from damage import FAMILIES, TARGET, spec_of
 from effort import pairs
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import DType, validate
 from flywheel.judge.verdicts import default_positions, make_oracle, verify
 from flywheel.lowering.lower import lower

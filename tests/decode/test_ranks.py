@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flywheel.decode.generate import Request, generate
-from flywheel.decode.session import ReferenceSession
-from flywheel.decode.whole import as_whole
+from flywheel.decode.interface import as_whole
+from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import default_positions, verify
 from flywheel.lowering.lower import lower

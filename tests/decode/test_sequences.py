@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from chorus import alone, sing, voices
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import ConfigError, InvalidProgramError, UsageError, WeightsError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
 from flywheel.models.eager import EagerDecoder

@@ -11,7 +11,7 @@ import torch
 from effort import examples
 
 from flywheel.decode.generate import generate
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.source import open_source
 from flywheel.ir import DType
 from flywheel.judge.verdicts import make_oracle, verify

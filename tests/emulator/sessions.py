@@ -14,10 +14,8 @@ from torch import Tensor
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.cuda import CudaModel, CudaSession
-from flywheel.decode.interface import read_interface
-from flywheel.decode.prefill import Prefill
-from flywheel.decode.taps import find_taps
-from flywheel.decode.whole import as_whole
+from flywheel.decode.interface import as_whole, find_taps, read_interface
+from flywheel.decode.prompts import Prefill
 from flywheel.ir import MegakernelProgram
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind

@@ -13,11 +13,10 @@ from effort import sample
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
-from flywheel.decode import ahead
-from flywheel.decode.ahead import AHEAD
 from flywheel.decode.generate import generate
+from flywheel.decode.queued import AHEAD
+from flywheel.decode.reference import ReferenceSession, stream_by_steps
 from flywheel.decode.sequences import SteppedSequences
-from flywheel.decode.session import ReferenceSession, stream_by_steps
 from flywheel.errors import GpuFaultError, GpuMemoryError, LaunchTimeoutError, UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
@@ -105,7 +104,7 @@ def test_queued_sequences_report_what_stepped_ones_do_and_only_where_one_asks(mo
             sequences.close()
         assert heard[0] == heard[1]
         assert [made.logprobs is None for made in heard[0][3]] == [True, False, False]
-        monkeypatch.setattr(ahead, "report", None)
+        monkeypatch.setattr("flywheel.decode.queued.report", None)
         sequences = session.sequences()
         sequences.join(0, PROMPT, 9, GREEDY)
         assert [made.token for made in sequences.advance()] == [heard[0][0][0].token]

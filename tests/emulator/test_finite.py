@@ -23,15 +23,14 @@ from spoilt import DOWN, EMBED, after, overflowing, overflowing_after
 
 from flywheel.decode.cuda import CudaSession
 from flywheel.decode.generate import generate
-from flywheel.decode.sequences import Sequences
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import FlywheelError, NonFiniteError
 from flywheel.ir import NO_TOKEN, TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
-from flywheel.runtime.sequences import GREEDY, Request, Sampling
+from flywheel.runtime.sequences import GREEDY, Request, Sampling, Sequences
 from flywheel.runtime.writing import write_folder
 from flywheel.vm.abi import InstructionFlag
 from flywheel.vm.pack import pack

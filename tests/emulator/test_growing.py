@@ -17,7 +17,7 @@ from emulator.gpu import EmulatedGpu
 from emulator.granules import EmulatedGranules
 from emulator.sessions import emulated_session
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import CacheMemoryError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import verify

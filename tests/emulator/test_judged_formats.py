@@ -10,7 +10,7 @@ from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from lies import MARGIN
 
-from flywheel.decode.session import stream_by_steps
+from flywheel.decode.reference import stream_by_steps
 from flywheel.ir import TARGETS, ScheduleConfig
 from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower

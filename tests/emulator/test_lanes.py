@@ -11,8 +11,8 @@ from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
 from flywheel.decode.generate import generate
+from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
-from flywheel.decode.session import ReferenceSession
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower

@@ -17,7 +17,7 @@ from emulator.test_ranks import DTYPE, FAMILIES, SPEC, lowered
 
 from flywheel.decode.cuda import CudaSession
 from flywheel.decode.generate import Request, generate
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import LaunchTimeoutError
 from flywheel.judge.verdicts import verify
 from flywheel.models.weights import WeightsOnRequest, random_on_request, random_weights

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from flywheel.decode.step import Step
+from flywheel.decode.session import Step
 from flywheel.ir import DType
 from flywheel.judge import bench
 from flywheel.judge.bench import CudaBench

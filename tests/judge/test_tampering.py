@@ -11,7 +11,7 @@ import torch
 from effort import examples, pairs
 from lies import LIES, MARGIN, Judges, Lie, examine, layers_of, smallest, tell
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import default_positions, make_judge
 from flywheel.lowering.lower import lower

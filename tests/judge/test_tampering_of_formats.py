@@ -14,7 +14,7 @@ from effort import pairs, sample
 from lies import MARGIN, Judges, Lie, Told, examine, layers_of, smallest, tell
 from lies_of_formats import lies_of
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import default_positions, make_judge
 from flywheel.lowering.lower import lower

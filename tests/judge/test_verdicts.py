@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flywheel.decode.caches import KvCaches
-from flywheel.decode.launched import Launched
-from flywheel.decode.session import ReferenceSession
-from flywheel.decode.step import Step
+from flywheel.decode.interface import Launched
+from flywheel.decode.reference import ReferenceSession
+from flywheel.decode.session import Step
 from flywheel.errors import UsageError
 from flywheel.ir import Buffer, DType, MegakernelProgram, validate
 from flywheel.judge.verdicts import default_positions, judge_repeated, verify

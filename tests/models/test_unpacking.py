@@ -16,7 +16,7 @@ from checkpoints import GPTQ, INT8, KINDS, PACKAGES, WRITTEN, described, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.source import open_source
 from flywheel.errors import UnsupportedModelError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType

@@ -7,7 +7,7 @@ import pytest
 import torch
 from effort import pairs, sample
 
-from flywheel.decode.step import Step
+from flywheel.decode.session import Step
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.judge.verdicts import Judge, default_positions, judge_free

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 import flywheel
 from flywheel.decode.bundling import make_bundle
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.sequences import Sequences, SteppedSequences
+from flywheel.decode.sequences import SteppedSequences
 from flywheel.errors import KernelCompileError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.hf import load_spec
 from flywheel.runtime.reading import read_bundle
-from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.sequences import GREEDY, Sampling, Sequences
 from flywheel.runtime.session import BundleSession
 from flywheel.runtime.writing import write_folder
 from flywheel.vm.gpu.driver import Gpu

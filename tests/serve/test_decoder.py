@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flywheel.decode import opening
-from flywheel.decode.host import HostGranules
+from flywheel.decode.growing import HostGranules
+from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
-from flywheel.decode.session import ReferenceSession
 from flywheel.errors import (
     CacheMemoryError,
     FlywheelError,

@@ -1,4 +1,4 @@
-// What a launch leaves to the next one, without the host between them. Source: decode/ahead.py.
+// What a launch leaves to the next one, without the host between them. Source: decode/queued.py.
 #pragma once
 
 // Makes the tokens that were chosen those that the next launch decodes, and tells them to the host, whose memory `told` is.

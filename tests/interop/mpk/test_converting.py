@@ -11,7 +11,7 @@ import pytest
 from mpk_llama import llama_graph
 
 from flywheel.decode.cuda import CudaModel, prepare_torch
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import NoGpuError, UnsupportedModelError
 from flywheel.interop.mpk.converting import convert
 from flywheel.interop.mpk.graph import MpkGraph

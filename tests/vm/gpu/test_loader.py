@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, TensorError, WeightsError
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower

@@ -8,8 +8,7 @@ import pytest
 from chorus import alone, sing, voices
 from decode.late_gpu import CONTEXT, GRANULE, SPEC, late_sequences, speech
 
-from flywheel.decode.ahead import AHEAD, decode_ahead
-from flywheel.decode.queued import QueuedSequences
+from flywheel.decode.queued import AHEAD, QueuedSequences, decode_ahead
 from flywheel.errors import CacheMemoryError
 from flywheel.runtime.sequences import GREEDY
 
