@@ -118,12 +118,32 @@ def compile_variant(
 
     Raises ConfigError for a dtype without a kernel, and as `compile_unit`.
     """
+    multiplying = (threads // WARP - 1) // 2 if matrix_warps is None else matrix_warps
+    defines = defines_of(threads, dtype, multiplying, rows, formats, trace, every_thread, ranked)
+    unit = compile_unit("megakernel.cu", arch, defines, cache_dir, sources=sources)
+    return CompiledVariant(
+        unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace, rows,
+        tuple(formats), ranked,
+    )
+
+
+def defines_of(
+    threads: int,
+    dtype: DType,
+    matrix_warps: int,
+    rows: int = 0,
+    formats: Sequence[int] = (),
+    trace: bool = False,
+    every_thread: bool = False,
+    ranked: bool = False,
+) -> dict[str, str]:
+    """The macros of a variant, by name; the arguments are those of `compile_variant`. Raises ConfigError for a dtype
+    without a kernel."""
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(
             f"dtype {dtype.name}: there are kernels for {', '.join(each.name for each in COMPUTE_DTYPES)}"
         )
-    multiplying = (threads // WARP - 1) // 2 if matrix_warps is None else matrix_warps
-    defines = {"FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(multiplying), "FW_DTYPE": str(int(dtype))}
+    defines = {"FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(matrix_warps), "FW_DTYPE": str(int(dtype))}
     if rows:
         defines["FW_ROWS"] = str(rows)
     if formats:
@@ -134,11 +154,7 @@ def compile_variant(
         defines["FW_EVERY_THREAD"] = "1"
     if ranked:
         defines["FW_RANKS"] = "1"
-    unit = compile_unit("megakernel.cu", arch, defines, cache_dir, sources=sources)
-    return CompiledVariant(
-        unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace, rows,
-        tuple(formats), ranked,
-    )
+    return defines
 
 
 def compile_unit(

@@ -1,0 +1,67 @@
+"""Keeps what the code makes of some hundred works, and checks that it still makes the same.
+
+    python experiments/replay.py check
+    python experiments/replay.py record
+    python experiments/replay.py draw
+
+`check` makes everything of the works in tests/golden/replay.tsv again, and prints for each work that differs the first
+column that does, and the names of the others; it fails if a work differs, or the text of a kernel's source in
+tests/golden/kernels.tsv. `record` writes both files again, for the same works: do it for a difference that is meant,
+and say in the commit which. `draw` does so for new works, drawn from the search space as it is. tests/replayed.py says
+what is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+from time import perf_counter
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import replayed
+
+
+def main() -> int:
+    """Check or record; whether something differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("check", "record", "draw"))
+    what = parser.parse_args().what
+    began = perf_counter()
+    gc.freeze()
+    gc.disable()
+    kept = [(work, {}) for work in replayed.draw()] if what == "draw" else replayed.read()
+    if what == "check":
+        wrong = check(kept)
+        print(f"{len(kept)} works, {wrong} differ ({perf_counter() - began:.0f} s)")
+        return min(wrong, 1)
+    results = []
+    for work, _ in kept:
+        results.append(replayed.results_of(work))
+        gc.collect()
+    replayed.write([work for work, _ in kept], results)
+    replayed.write_kernels()
+    print(f"{len(kept)} works recorded ({perf_counter() - began:.0f} s)")
+    return 0
+
+
+def check(kept: list[tuple[replayed.Work, replayed.Found]]) -> int:
+    """Print what differs; how many works and sources do."""
+    wrong = replayed.differences(replayed.read_kernels(), replayed.kernel_sources())
+    for each in wrong:
+        print(f"kernels: {each}")
+    count = len(wrong)
+    for work, before in kept:
+        found = replayed.differences(before, replayed.results_of(work))
+        gc.collect()
+        if found:
+            others = " ".join([each.partition(":")[0] for each in found[1:]])
+            print(f"work {work}: {found[0]}{f'; so do {others}' if others else ''}", flush=True)
+        count += bool(found)
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main())
