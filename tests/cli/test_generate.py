@@ -159,7 +159,7 @@ def test_a_name_runs_on_random_weights_and_says_so(run: Run, checkpoint: Path) -
 def test_usage_errors_are_one_line_before_anything_runs(
     arguments: tuple[str, ...], why: str, run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flywheel.decode.session.ReferenceSession", None)
+    monkeypatch.setattr("flywheel.decode.reference.ReferenceSession", None)
     result = run("generate", "--model", checkpoint, *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
