@@ -21,7 +21,7 @@ from flywheel.search.gains import Gains, gains_in_words, gains_of
 from flywheel.search.knowledge.known import Known, answer_of
 from flywheel.search.provenance import find_campaign, origin_text
 from flywheel.search.run import Start, run_search
-from flywheel.search.spec import BUDGETS, DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
+from flywheel.search.spec import DEFAULT_PREDICTIONS, CampaignSpec, check_name
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.workload import default_context
 from flywheel.store.places import make_store_url, store_name
@@ -126,7 +126,7 @@ def search(
     measure: str = "auto",
     sampler: str | None = None,
     seed: int | None = None,
-    trials: int = DEFAULT_TRIALS,
+    trials: int | None = None,
     time_s: float | None = None,
     until: float | None = None,
     patience: int | None = None,
@@ -147,11 +147,12 @@ def search(
 ) -> SearchResult:
     """Search for the fastest schedule of a model's decode step on a GPU, as the command with the same options does.
 
-    `gpu` defaults to this machine's, and `context` to 512 tokens, or to the model's longest where that is shorter. The
-    call runs `watch` after every trial. It resumes a campaign that the store has, unless `fresh`. `sampler`, `seed`,
-    `seeds` and `warm` default to that campaign's; a new one's are "descent", 0, True and True. `jobs` defaults to 1;
-    the command's default is one a usable core. More processes, and one that measures on a GPU, are spawned: scripts
-    that ask for them must do so under `if __name__ == "__main__"`. Ctrl-C ends the call and keeps the ended trials.
+    `gpu` defaults to this machine's, `trials` to 120, and `context` to 512 tokens, or to the model's longest where that
+    is shorter. Without any of `trials`, `time_s`, `until` and `patience`, a search that predicts ends after 60 trials
+    without an improvement. The call runs `watch` after every trial. It resumes a campaign that the store has, unless
+    `fresh`. `sampler`, `seed`, `seeds` and `warm` default to that campaign's; a new one's are "descent", 0, True and
+    True. `jobs` defaults to 1, the command's to one a usable core. More processes, and one that measures on a GPU, are
+    spawned: scripts must ask for them under `if __name__ == "__main__"`. Ctrl-C ends the call and keeps ended trials.
 
     Raises UnknownNameError, UnsupportedModelError, ConfigError, InvalidProgramError, UsageError, NoGpuError,
     KernelCompileError and StoreError, all FlywheelErrors."""
@@ -159,18 +160,18 @@ def search(
         check_name("search", name)
     asked = {"gpu": gpu, "context": context}
     model, gpu, context = _settled(model, gpu, context, measure)
-    method = {"sampler": sampler, "seed": seed, "seeds": seeds, "warm": warm}
-    chosen: dict[str, Any] = {option: value for option, value in method.items() if value is not None}
+    options = {"sampler": sampler, "seed": seed, "seeds": seeds, "warm": warm, "trials": trials, "time_s": time_s,
+               "until": until, "patience": patience}  # fmt: skip
+    chosen: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
     spec = CampaignSpec(
-        model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights, measure=measure,
-        trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine, workers=workers,
-        ray_address=ray_address, name=name, prefilter=prefilter, predictions=predictions,
-        machine=None if machine is None else str(machine),
+        model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights, measure=measure, jobs=jobs,
+        engine=engine, workers=workers, ray_address=ray_address, name=name, prefilter=prefilter,
+        predictions=predictions, machine=None if machine is None else str(machine),
         fix={knob: str(value) for knob, value in (fix or {}).items()}, **chosen,
     )  # fmt: skip
     started: list[Start] = []
     told: dict[str, Any] = {"announce": started.append, "watch": watch or (lambda _: None)}
-    result = run_search(spec, str(store), fresh=fresh, given={*chosen, *BUDGETS}, **told)
+    result = run_search(spec, str(store), fresh=fresh, given=chosen.keys(), **told)
     notes = notes_of_defaults({"gpu": gpu, "context": context}, asked)
     return _found(result, str(store), started[0], notes)
 

@@ -21,7 +21,7 @@ from flywheel.api.searching import SearchResult
 from flywheel.api.searching import search as function
 from flywheel.cli.main import cli
 from flywheel.errors import StoreError, UsageError
-from flywheel.search.spec import METHOD, CampaignSpec
+from flywheel.search.spec import DEFAULT_TRIALS, METHOD, CampaignSpec
 from flywheel.store.shipped import SHIPPED
 from flywheel.store.sql import open_store
 from flywheel.version import VERSION
@@ -39,7 +39,7 @@ def test_it_takes_what_a_campaign_takes_with_the_same_defaults() -> None:
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         if name in METHOD:
             assert parameters[name].default is None, name  # a resumed campaign's own
-        elif name not in ("fix", "jobs", "gpu", "context"):  # None: the GPU here, and as much as the model has
+        elif name not in ("fix", "jobs", "gpu", "context", "trials"):  # None: as the GPU, the model and `measure` ask
             assert parameters[name].default == default, name
 
 
@@ -56,6 +56,21 @@ def test_a_search_returns_its_best_row_and_where_all_rows_are(tmp_path: Path) ->
     assert [progress.record for progress in seen] == rows
     again = search(**WORK, trials=4, name="api", store=store, fix={"depth": 2})
     assert (again.trials, again.new_trials) == (4, 1)
+
+
+def test_predictions_without_a_budget_end_where_those_of_the_command_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget that is named counts alone."""
+    monkeypatch.setattr("flywheel.search.run.PREDICTED_PATIENCE", 3)
+    by_command = CliRunner().invoke(cli, ["search", *(f"--{name}={value}" for name, value in WORK.items()), "--jobs=1",
+                                          "--store", str(tmp_path / "cli.db"), "--json"])  # fmt: skip
+    document = json.loads(by_command.stdout)
+    found = search(**WORK, name="api", store=tmp_path / "trials.db")
+    assert found.trials < DEFAULT_TRIALS
+    assert (found.trials, found.stopped) == (document["trials"], document["stopped"]) == (found.trials, "patience")
+    more = search(**WORK, name="api", store=tmp_path / "trials.db", trials=found.trials + 4)
+    assert (more.new_trials, more.stopped) == (4, "trials")
 
 
 @pytest.mark.parametrize(
