@@ -41,7 +41,7 @@ from flywheel.process import keep_objects
 from flywheel.search.spec import CampaignSpec, check_name, read_options_file
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.trials.forks import expect_forks, jobs_of
-from flywheel.search.workload import default_context, with_ranks
+from flywheel.search.workload import default_context, make_workload, with_ranks
 from flywheel.store.campaign import work_named
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def _default(name: str, text: str) -> str:
               help=_default("trials", "Stop after N trials, those of earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
 @click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
-@click.option("--patience", type=int, metavar="N", help="Stop after N trials without a new best.")
+@click.option("--patience", type=int, metavar="N", help="Stop after N trials without a new best.  "
+              "[default: 60 for predictions without a budget]")  # fmt: skip
 @click.option("--jobs", type=int, metavar="N",
               help="Local processes that predict.  [default: one per usable core, up to 16]")
 @click.option(
@@ -265,13 +266,25 @@ def _beginning(start: Start, asked: str) -> Iterator[str]:
     """The lines that say where latencies come from, what was measured of this work before, and whose schedules this
     search tries first."""
     yield _latency_source(start, asked)
-    known = start.best_known
-    if known is not None:
-        took = us_a_token(known.latency_us, start.spec.batch)
-        yield f"Known: {took} by {known.words}, measured on {known.measured_on}."
+    yield _known(start)
     if start.starts and not start.known:
         works = [work_named(warm.model, warm.gpu, warm.dtype, warm.context, 1, warm.weights) for warm in start.starts]
         yield f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
+
+
+def _known(start: Start) -> str:
+    """What was measured of this work before; if nothing, the shipped schedule of the most similar work."""
+    from flywheel.search.knowledge.shipped import nearest_shipped
+
+    spec, known = start.spec, start.best_known
+    if known is not None:
+        took = us_a_token(known.latency_us, spec.batch)
+        return f"Known: {took} by {known.words}, measured on {known.measured_on}."
+    near = nearest_shipped(make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights))
+    if near is None:
+        return "Known: nothing was measured of this work, and nothing is shipped for this GPU."
+    took = us_a_token(near.median_us, near.schedule.batch)
+    return f"Known: nothing was measured of this work. The most similar shipped schedule: {near.stem}, {took}."
 
 
 def _schedule(store: str, origin: TrialRecord | Shipped) -> str:

@@ -45,8 +45,19 @@ def test_a_predicted_search_answers_with_the_measured_schedule(run: Run) -> None
     assert first.endswith(f"by shipped schedule {SHIPPED_NAME}")
     assert ["next", "flywheel", "schedules", SHIPPED_NAME, "--output", "best.json"] in [line.split() for line in lines]
     assert any(line.strip().startswith("predicted") and "does not replace" in line for line in lines)
-    assert result.stderr.splitlines()[1].startswith("Known: ")
+    known = result.stderr.splitlines()[1]
+    assert known.startswith(f"Known: {load_schedule_us():,.1f} us a token ")
+    assert re.search(rf"by shipped schedule {SHIPPED_NAME}, measured on NVIDIA H100 .*, kernels \w{{16}}\.$", known)
     assert Path("best.json").read_bytes() == shipped()
+
+
+def test_a_search_of_a_work_that_nobody_measured_says_so_and_names_the_most_similar_shipped_schedule(run: Run) -> None:
+    asked = ("search", "--measure", "predict", "--jobs", "1", "--trials", "1", "--model")
+    work = "Known: nothing was measured of this work"
+    near = run(*asked, "llama3.2-1b", "--gpu", "h100", "--context", "600").stderr.splitlines()[1]
+    assert near.startswith(f"{work}. The most similar shipped schedule: {SHIPPED_NAME}, {load_schedule_us():,.1f} us")
+    none = run(*asked, "smollm2-135m", "--gpu", "l4").stderr.splitlines()[1]
+    assert none == f"{work}, and nothing is shipped for this GPU."
 
 
 def test_the_document_has_the_answer_beside_the_best_prediction(run: Run) -> None:

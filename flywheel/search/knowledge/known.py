@@ -36,8 +36,10 @@ class Known:
 
     @property
     def measured_on(self) -> str:
-        """The GPU that measured it, and the day: `NVIDIA H100 80GB HBM3, 2026-11-26`."""
-        return f"{self.origin.gpu_name or 'a GPU that the row does not name'}, {self.origin.created_at[:10]}"
+        """The GPU that measured it, the day and the kernels: `NVIDIA H100 80GB HBM3, 2026-11-26, kernels abe5`."""
+        gpu = self.origin.gpu_name or "a GPU that the row does not name"
+        kernels = "" if self.origin.kernels is None else f", kernels {self.origin.kernels}"
+        return f"{gpu}, {self.origin.created_at[:10]}{kernels}"
 
 
 def answer_of(best: TrialRecord | None, before: Known | None) -> Known | None:

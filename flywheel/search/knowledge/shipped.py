@@ -53,6 +53,16 @@ def find_shipped(workload: Workload) -> Fit | None:
         return None
 
 
+def nearest_shipped(workload: Workload) -> Shipped | None:
+    """The shipped schedule of the most similar work on the workload's GPU; None where none is for that GPU."""
+    near = (
+        (distance(source, workload), each.name, each)
+        for each, source in _sources()
+        if source.target.name == workload.target.name
+    )
+    return min(near, key=lambda found: found[:2], default=(0.0, "", None))[2]
+
+
 def shipped_starts(space: Space, most: int, known: Collection[str]) -> list[WarmStart]:
     """Shipped schedules for the space's GPU, carried into the space: up to `most`, those of the nearest works first.
 
