@@ -30,6 +30,7 @@ from flywheel.ir import (
     Wait,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 
 SIZES = (12_000, 60_000, 250_000, 1_000_000)
 SMS = 132
@@ -60,8 +61,9 @@ def layers(size: int) -> MegakernelProgram:
     tasks: list[Task] = []
     done: tuple[Wait, ...] = ()
     plain: list[dict[str, Any]] = [{"K": HIDDEN, "N_tile": 16, "n_off": 16 * sm} for sm in range(SMS)]
+    recipe = recipe_from_dict({"steps": [project, slice_x, add]})
     fused: list[dict[str, Any]] = [
-        {"N_tile": 16, "n_off": 16 * sm, "recipe": {"steps": [project, slice_x, add]}} for sm in range(SMS)
+        {"N_tile": 16, "n_off": 16 * sm, "recipe": recipe} for sm in range(SMS)
     ]
     norm: dict[str, Any] = {"eps": 1e-5, "hidden": HIDDEN}
     residual, signal = 0, 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import Buffer, BufferKind, DType, KvRows, MegakernelProgram, MemSpace, Task, at_position
+from flywheel.ir.recipe import recipe_of, recipe_steps
 from flywheel.judge.verdicts import Examined, Judge
 from flywheel.models.eager import OracleWeights
 from flywheel.models.spec import DecoderSpec, layer_weight_key
@@ -125,8 +126,7 @@ def _of(layer: int) -> Chosen:
 
 
 def _has(task: Task, op: str) -> bool:
-    steps = task.params.get("recipe", {}).get("steps", [])
-    return task.op.name == op or any(step["op"] == op for step in steps)
+    return task.op.name == op or any(step.op.name == op for step in recipe_steps(task))
 
 
 def _reads_past(task: Task) -> bool:
@@ -141,8 +141,8 @@ def _param(name: str, change: Callable[[Any], Any], role: str | None = None) -> 
             params = {**params, name: change(params[name])}
         if "recipe" not in params:
             return params
-        steps = [{**step, "params": moved(step.get("params", {}))} for step in params["recipe"]["steps"]]
-        return {**params, "recipe": {**params["recipe"], "steps": steps}}
+        steps = [replace(step, params=moved(step.params)) for step in params["recipe"].steps]
+        return {**params, "recipe": recipe_of(steps)}
 
     def tell(told: Told, spec: DecoderSpec, layer: int) -> Told:
         weights = {each.id for each in told.program.buffers if each.name == f"L{layer}.{role}.w"}

@@ -6,7 +6,6 @@ waits, opcodes or steps of recipes; ids and names stay distinct.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+from spelled import spelled
 from torch import Tensor
 
 from flywheel.ir import (
@@ -28,6 +28,7 @@ from flywheel.ir import (
     Task,
     Wait,
 )
+from flywheel.ir.recipe import recipe_from_dict, recipe_of, recipe_to_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -63,7 +64,7 @@ def chain(buffers: Mapping[str, Described], made: Sequence[Made]) -> MegakernelP
         counters=tuple(Counter(number) for number in range(len(made))),
         tasks=tuple(
             Task(number, InstructionKind[op], tuple(ids[each] for each in inputs), tuple(ids[each] for each in outputs),
-                 number, (Wait(number - 1, 1),) if number else (), dict(params), 0, label=f"t{number}")
+                 number, (Wait(number - 1, 1),) if number else (), spelled(params), 0, label=f"t{number}")
             for number, (op, inputs, outputs, params) in enumerate(made)
         ),
         config=ScheduleConfig(threads_per_block=THREADS),
@@ -187,9 +188,8 @@ def in_type(program: MegakernelProgram, dtype: DType) -> MegakernelProgram:
     def recipe(params: Mapping[str, Any]) -> dict[str, Any]:
         if "recipe" not in params:
             return dict(params)
-        steps = params["recipe"]["steps"]
-        moved = [{**each, "out_dtype": dtype.name} if each["out_dtype"] == _F32.name else each for each in steps]
-        return {**params, "recipe": {**params["recipe"], "steps": moved}}
+        moved = [replace(each, dtype=dtype) if each.dtype is _F32 else each for each in params["recipe"].steps]
+        return {**params, "recipe": recipe_of(moved)}
 
     return replace(
         program,
@@ -302,7 +302,7 @@ def _recipe(program: MegakernelProgram, dice: random.Random) -> MegakernelProgra
     def changed(task: Task) -> Task:
         if "recipe" not in task.params:
             return replace(task, params=_changed(task.params, dice))
-        recipe = copy.deepcopy(task.params["recipe"])
+        recipe = recipe_to_dict(task.params["recipe"])
         item = dice.choice(recipe["steps"])
         kind = dice.randrange(5)
         if kind == 0:
@@ -316,7 +316,7 @@ def _recipe(program: MegakernelProgram, dice: random.Random) -> MegakernelProgra
             item["out_shape"][place] = max(1, _number(item["out_shape"][place], dice))
         else:
             item["params"] = _changed(item["params"], dice)
-        return replace(task, params={**task.params, "recipe": recipe})
+        return replace(task, params={**task.params, "recipe": recipe_from_dict(recipe)})
 
     return _task(program, dice, changed)
 

@@ -16,6 +16,7 @@ from flywheel.ir import (
     Task,
     Wait,
 )
+from flywheel.ir.recipe import Recipe, recipe_from_dict
 
 _K, _B = InstructionKind, BufferKind
 WIDTH = 8
@@ -30,10 +31,10 @@ def buffers(sums: int) -> list[Buffer]:
     ]
 
 
-def copy_recipe(**params: int) -> dict[str, Any]:
+def copy_recipe(**params: int) -> Recipe:
     shape = [params["N_tile"]]
     step = {"op": "COPY", "args": [{"in": 0}], "out": "final", "params": {}, "out_shape": shape, "out_dtype": "F32"}
-    return {"steps": [step]}
+    return recipe_from_dict({"steps": [step]})
 
 
 def push(number: int, source: int, image: int, counter: int, waits: tuple[Wait, ...], n_off: int, width: int) -> Task:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from flywheel.cost_model.gates import Gates, gates_of
 from flywheel.cost_model.units import Ints, Unit, Units, units_of
 from flywheel.ir import ABI_MAX_INPUTS, BufferKind, DType, InstructionKind, MegakernelProgram, Runs
+from flywheel.ir.recipe import Input, Recipe
 from flywheel.plan import KernelVariant, variant_of
 from flywheel.plan.program import queues_of
 
@@ -26,20 +26,20 @@ STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, Buffe
 
 _CLASSES: Final = MappingProxyType(
     {
-        InstructionKind.GEMV_TILE.name: "products",
-        InstructionKind.GEMM_TILE.name: "products",
-        InstructionKind.RMSNORM.name: "norms",
-        InstructionKind.LAYERNORM.name: "norms",
-        InstructionKind.ATTENTION_TILE.name: "attentions",
-        InstructionKind.ATTENTION_COMBINE.name: "merges",
+        InstructionKind.GEMV_TILE: "products",
+        InstructionKind.GEMM_TILE: "products",
+        InstructionKind.RMSNORM: "norms",
+        InstructionKind.LAYERNORM: "norms",
+        InstructionKind.ATTENTION_TILE: "attentions",
+        InstructionKind.ATTENTION_COMBINE: "merges",
     }
 )
 """Operations with their own price. All others cost one step."""
 
-_MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "merges")
-_COPY: Final = InstructionKind.COPY.name
-_SUM: Final = InstructionKind.ALLREDUCE_SHARD.name
-_DEQUANT: Final = InstructionKind.DEQUANT.name
+_MERGES: Final = frozenset(op for op, kind in _CLASSES.items() if kind == "merges")
+_COPY: Final = InstructionKind.COPY
+_SUM: Final = InstructionKind.ALLREDUCE_SHARD
+_DEQUANT: Final = InstructionKind.DEQUANT
 """Part of the product after it, which makes that product's bytes cost more."""
 
 
@@ -147,10 +147,10 @@ def _works(units: Units, program: MegakernelProgram) -> list[_Work]:
     table = program.buffers.spelled if units.layers is not None else program.buffers  # type: ignore[attr-defined]
     buffers = [buffer for buffer in table if buffer.kind not in STREAMED_KINDS]
     dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
-    recipes: dict[int, _Steps] = {}
+    recipes: dict[Recipe | None, _Steps] = {}
     works = []
     for unit in units.units:
-        recipe = id(unit.params.get("recipe"))
+        recipe = unit.params.get("recipe")
         steps = recipes.get(recipe) if unit.op is InstructionKind.FUSED else None
         if steps is None:
             steps = recipes[recipe] = _steps(unit)
@@ -243,17 +243,19 @@ def _kind(work: _Work, staged: bool, readers: int) -> Kind:
 def _steps(task: Unit) -> _Steps:
     parts: dict[int, int] = {}
     if task.op is InstructionKind.FUSED:
-        steps = task.params["recipe"]["steps"]
-        listed = [(step["op"], len(step["args"]), step.get("params", {})) for step in steps if step["op"] != _COPY]
-        copied = {step["args"][0]["in"]: step for step in steps if step["op"] == _COPY and "in" in step["args"][0]}
-        whole = {each["in"] for step in steps if step["op"] != _COPY for each in step["args"] if "in" in each}
-        parts = {place: prod(step["out_shape"]) for place, step in copied.items() if place not in whole}
+        recipe: Recipe = task.params["recipe"]
+        copying = [step for step in recipe.steps if step.op is _COPY]
+        working = [step for step in recipe.steps if step.op is not _COPY]
+        listed = [(step.op, len(step.args), step.params) for step in working]
+        whole = {arg for step in working for arg in step.args}
+        sources = [(step.args[0], step.numel) for step in copying]
+        parts = {arg.index: numel for arg, numel in sources if isinstance(arg, Input) and arg not in whole}
     else:
-        listed = [] if task.op is InstructionKind.NOP else [(task.op.name, len(task.inputs), task.params)]
-    tally = Counter(_CLASSES.get(name, "others") for name, _, _ in listed)
+        listed = [] if task.op is InstructionKind.NOP else [(task.op, len(task.inputs), task.params)]
+    tally = Counter(_CLASSES.get(op, "others") for op, _, _ in listed)
     heads = task.params.get("n_heads", 1)
-    merged = sum(params.get("n_heads", heads) * operands for name, operands, params in listed if name in _MERGES)
-    codes = tuple(sorted({DType(params["qdtype"]) for name, _, params in listed if name == _DEQUANT}))
-    others = tally["others"] - sum(name == _DEQUANT for name, _, _ in listed)
-    sums = [name for name, _, _ in listed] == [_SUM]
+    merged = sum(params.get("n_heads", heads) * operands for op, operands, params in listed if op in _MERGES)
+    codes = tuple(sorted({DType(int(params["qdtype"])) for op, _, params in listed if op is _DEQUANT}))
+    others = tally["others"] - sum(op is _DEQUANT for op, _, _ in listed)
+    sums = [op for op, _, _ in listed] == [_SUM]
     return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], others, parts, codes, sums)

@@ -150,5 +150,5 @@ def _of_tasks(tasks: Sequence[Task]) -> Iterator[Unit]:
 
 def _shared(task: Task) -> tuple[object, ...]:
     params = task.params
-    own = id(params.get("recipe")), params.get("n_heads"), params.get("M_tile")
+    own = params.get("recipe"), params.get("n_heads"), params.get("M_tile")
     return task.op, id(task.inputs), task.out_counter, id(task.waits), task.est_bytes, task.est_flops, own

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from flywheel.ir.opcodes import InstructionKind, KvRows
 from flywheel.ir.operations import APPENDS, OPERATIONS, TILES
+from flywheel.ir.recipe import Input, Output, recipe_steps
 from flywheel.ir.records import Buffer, Task
 
 Region = tuple[int, int]
@@ -32,10 +33,8 @@ TILED_OPS: Final = MATRIX_OPS | {InstructionKind.FUSED}
 WHOLE: Final[Region] = (0, 1 << 62)
 """The region of an access that names no columns."""
 
-_APPENDS: Final = frozenset(op.name for op in APPENDS)
-
 _WINDOWS: Final = {
-    op.name: [part is not None and part.start == "kv_start" for part in (each.part for each in row.inputs)]
+    op: [part is not None and part.start == "kv_start" for part in (each.part for each in row.inputs)]
     for op, row in OPERATIONS.items()
 }
 """Operation -> for each operand, whether its rows are those of the window that `kv_start` begins."""
@@ -66,11 +65,11 @@ def read_regions(task: Task, operand: int) -> list[Region] | None:
     if task.op is not InstructionKind.FUSED:
         return None
     regions = []
-    for step in task.params["recipe"]["steps"]:
-        for arg in step["args"]:
-            if arg.get("in") == operand:
-                columns = _copied({**_inherited(task), **step.get("params", {})})
-                if step["op"] != "COPY" or columns is None:
+    for step in recipe_steps(task):
+        for arg in step.args:
+            if arg == Input(operand):
+                columns = _copied({**_inherited(task), **step.params})
+                if step.op is not InstructionKind.COPY or columns is None:
                     return None
                 regions.append(columns)
     return regions
@@ -170,12 +169,12 @@ def past_rows_end(task: Task, operand: int) -> int | None:
     if params.get("kv_rows") != KvRows.PAST:
         return None
     if task.op is not InstructionKind.FUSED:
-        if not reads_window(task.op.name, operand):
+        if not reads_window(task.op, operand):
             return None
     else:
-        for step in params["recipe"]["steps"]:
-            for place, arg in enumerate(step["args"]):
-                if arg.get("in") == operand and not reads_window(step["op"], place):
+        for step in recipe_steps(task):
+            for place, arg in enumerate(step.args):
+                if arg == Input(operand) and not reads_window(step.op, place):
                     return None
     end: int = params["kv_start"] + params["kv_len"]
     return end if params["kv_len"] > 0 else 0
@@ -188,19 +187,17 @@ def _appended_row(task: Task, output: int) -> int | None:
         return pos
     if task.op is not InstructionKind.FUSED:
         return None
-    target = ({"out": output}, "final") if output == 0 else ({"out": output},)
     row: int | None = None
-    for step in task.params["recipe"]["steps"]:
-        if step["out"] in target:
-            if step["op"] not in _APPENDS:
+    for step in recipe_steps(task):
+        if step.out == Output(output):
+            if step.op not in APPENDS:
                 return None
-            own: Mapping[str, Any] = step.get("params", {})
-            first: int = own["pos"] if "pos" in own else task.params["pos"]
+            first: int = {**task.params, **step.params}["pos"]
             row = first if row is None else min(row, first)
     return row
 
 
-def reads_window(op: str, place: int) -> bool:
+def reads_window(op: InstructionKind, place: int) -> bool:
     """Whether an operation reads of the operand at a place the rows of the task's window alone."""
     windows = _WINDOWS[op]
     return windows[min(place, len(windows) - 1)]

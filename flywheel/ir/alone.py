@@ -6,18 +6,17 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from flywheel.ir.access import MATRIX_OPS, Region, tile
 from flywheel.ir.layers import Layered, Layers, Span
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import Input, Recipe, Scratch
 from flywheel.ir.records import Buffer, Wait
 from flywheel.ir.repeating import layers_of
 from flywheel.ir.runs import Run, Runs, make_run
 from flywheel.ir.tiles import Tile, Tiles, stretches_of
-
-_MATRICES: Final = frozenset(op.name for op in MATRIX_OPS)
 
 
 def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
@@ -150,8 +149,8 @@ def _multiplied(run: Run, params: Mapping[str, Any]) -> list[int]:
         return [run.inputs[1]]
     if run.op is not InstructionKind.FUSED:
         return []
-    steps = params["recipe"]["steps"]
-    codes = {step["out"]: step["args"][0] for step in steps if step["op"] == InstructionKind.DEQUANT.name}
-    matrices = [step["args"][1] for step in steps if step["op"] in _MATRICES]
-    places = [codes.get(arg["s"], arg) if "s" in arg else arg for arg in matrices]
-    return [run.inputs[arg["in"]] for arg in places if "in" in arg]
+    recipe: Recipe = params["recipe"]
+    codes = {step.out: step.args[0] for step in recipe.steps if step.op is InstructionKind.DEQUANT}
+    matrices = [step.args[1] for step in recipe.steps if step.op in MATRIX_OPS]
+    places = [codes.get(arg, arg) if isinstance(arg, Scratch) else arg for arg in matrices]
+    return [run.inputs[arg.index] for arg in places if isinstance(arg, Input)]

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.ir.access import Region, tile, tile_rows
+from flywheel.ir.dtype import DType
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import operation_of
+from flywheel.ir.recipe import Arg, Input, Scratch, Target, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.runs import Run
 from flywheel.ir.version import ABI_MAX_ROWS
@@ -23,9 +25,9 @@ def is_push(task: Task) -> bool:
     """
     if task.op is not _K.FUSED or len(task.inputs) != 1 or len(task.outputs) != 1 or tile(task.params) is None:
         return False
-    steps: Sequence[Mapping[str, Any]] = task.params["recipe"]["steps"]
+    steps = recipe_steps(task)
     own = {name: task.params[name] for name in ("M_tile",) if name in task.params}
-    return len(steps) == 1 and steps[0]["op"] == _K.COPY.name and steps[0].get("params", {}) == own
+    return len(steps) == 1 and steps[0].op is _K.COPY and steps[0].params == own
 
 
 def pushed_counters(tasks: Iterable[Task | Run], buffers: Mapping[int, Buffer]) -> frozenset[int]:
@@ -45,13 +47,12 @@ def surely_read(task: Task, operand: int, numel: int, own: Sequence[Region]) -> 
         return _surely(task.op, operand, task.params, numel, None)
     inherited = {name: task.params[name] for name in _COLUMNS if name in task.params}
     regions: list[Region] = []
-    for step in task.params["recipe"]["steps"]:
-        named: Mapping[str, Any] = step.get("params", {})
-        inherits = not any(name in named for name in _COLUMNS)
-        for place, arg in enumerate(step["args"]):
-            if arg.get("in") == operand:
-                params = {**inherited, **named}
-                regions += _surely(InstructionKind[step["op"]], place, params, numel, own if inherits else None)
+    for step in recipe_steps(task):
+        inherits = not any(name in step.params for name in _COLUMNS)
+        for place, arg in enumerate(step.args):
+            if arg == Input(operand):
+                params = {**inherited, **step.params}
+                regions += _surely(step.op, place, params, numel, own if inherits else None)
     return regions
 
 
@@ -86,31 +87,27 @@ def shards_added(task: Task) -> tuple[int, ...] | None:
     """
     if task.op is _K.ALLREDUCE_SHARD:
         return tuple(task.inputs)
-    if task.op is not _K.FUSED:
-        return None
-    copied: dict[int, int] = {}
+    copied: dict[Target, Arg] = {}
     found = None
-    for step in task.params["recipe"]["steps"]:
-        named: Mapping[str, Any] = step.get("params", {})
-        if step["op"] == _K.COPY.name and "in" in step["args"][0] and type(step["out"]) is int:
-            if any(name in named for name in _COLUMNS):
-                continue
-            copied[step["out"]] = step["args"][0]["in"]
-        elif step["op"] == _K.ALLREDUCE_SHARD.name:
-            places = [arg["in"] if "in" in arg else copied.get(arg["s"]) for arg in step["args"]]
-            if found is not None or None in places:
+    for step in recipe_steps(task):
+        if step.op is _K.COPY:
+            if not any(name in step.params for name in _COLUMNS):
+                copied[step.out] = step.args[0]
+        elif step.op is _K.ALLREDUCE_SHARD:
+            sources = [copied.get(arg) if isinstance(arg, Scratch) else arg for arg in step.args]
+            places = [each.index for each in sources if isinstance(each, Input)]
+            if found is not None or len(places) < len(sources):
                 return None
-            found = tuple([task.inputs[place] for place in places if place is not None])
+            found = tuple([task.inputs[place] for place in places])
     return found
 
 
-def roundings(task: Task) -> tuple[str, ...]:
+def roundings(task: Task) -> tuple[DType, ...]:
     """The types that a sum's recipe rounds to, step by step, up to the sum."""
-    found: list[str] = []
-    if task.op is _K.FUSED:
-        for step in task.params["recipe"]["steps"]:
-            if step["op"] in (_K.COPY.name, _K.ALLREDUCE_SHARD.name):
-                found.append(step["out_dtype"])
-            if step["op"] == _K.ALLREDUCE_SHARD.name:
-                break
+    found: list[DType] = []
+    for step in recipe_steps(task):
+        if step.op in (_K.COPY, _K.ALLREDUCE_SHARD):
+            found.append(step.dtype)
+        if step.op is _K.ALLREDUCE_SHARD:
+            break
     return tuple(found)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from flywheel.errors import ConfigError
-from flywheel.ir.opcodes import InstructionKind, KvRows
+from flywheel.ir.opcodes import KvRows
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import recipe_steps
 from flywheel.ir.records import Task
 
 _MOVING = frozenset({"pos", "kv_len"})
@@ -47,11 +48,10 @@ def last_position(params: Iterable[Mapping[str, Any]]) -> int | None:
 
 def _moved(task: Task, pos: int | Sequence[int]) -> Mapping[str, Any]:
     params = task.params
-    if task.op is InstructionKind.FUSED:
-        for step in params["recipe"]["steps"]:
-            fixed = sorted(_MOVING & step.get("params", {}).keys())
-            if fixed:
-                raise ConfigError(f"task {task.id} ({task.label}): its recipe fixes {fixed[0]}, which must move")
+    for step in recipe_steps(task):
+        fixed = sorted(_MOVING & step.params.keys())
+        if fixed:
+            raise ConfigError(f"task {task.id} ({task.label}): its recipe fixes {fixed[0]}, which must move")
     if _MOVING.isdisjoint(params):
         return params
     own = _own(task, pos)

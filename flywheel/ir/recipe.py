@@ -1,31 +1,190 @@
-"""Building FUSED recipes step by step. Grammar: docs/ir.md."""
+"""FUSED recipes: primitive steps over on-chip scratch, as values. Grammar: docs/ir.md."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from threading import Lock
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
-from flywheel.ir.dtype import DType
+from flywheel.errors import IrFormatError
+from flywheel.ir.dtype import BufferKind, DType, MemSpace
+from flywheel.ir.fields import read_dict, read_enum, read_field, read_int, read_ints, read_list, read_number
 from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.records import Buffer, Task
+from flywheel.ir.show import one_line, show
 
-Arg = dict[str, int]
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Input `index` of the task."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Result `index` of the recipe, which stays on the chip."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Output `index` of the task."""
+
+    index: int
+
+
+Arg = Input | Scratch
+Target = Scratch | Output
+
+FINAL: Final = Output(0)
+"""The first output of the task."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeStep:
+    """One primitive operation with params of its own. Its result has a shape and a type, and goes to `out`."""
+
+    op: InstructionKind
+    args: tuple[Arg, ...]
+    out: Target
+    shape: tuple[int, ...]
+    dtype: DType
+    params: Mapping[str, int | float]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the result."""
+        return prod(self.shape)
+
+    def result(self, index: int) -> Buffer:
+        """The result as a buffer, for messages that name step `index`."""
+        name = f"recipe step {index}"
+        return Buffer(self.out.index, name, BufferKind.ACTIVATION, self.dtype, self.shape, MemSpace.REGISTER)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Recipe:
+    """The steps of a FUSED task. `recipe_of` makes it: equal recipes are one object, so that `is` compares them."""
+
+    steps: tuple[RecipeStep, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return recipe_of, (self.steps,)
+
+
+_known: WeakValueDictionary[tuple[object, ...], Recipe] = WeakValueDictionary()
+_knowing = Lock()
+
+
+def recipe_of(steps: Iterable[RecipeStep]) -> Recipe:
+    """The recipe of these steps. A param 1 and a param 1.0 are different."""
+    listed = tuple(steps)
+    key = tuple([
+        (step.op, step.args, step.out, step.shape, step.dtype, *step.params.items(), *map(type, step.params.values()))
+        for step in listed
+    ])  # fmt: skip
+    with _knowing:
+        return _known.setdefault(key, Recipe(listed))
+
+
+def recipe_steps(task: Task) -> tuple[RecipeStep, ...]:
+    """The steps of a FUSED task's recipe; none for any other task."""
+    if task.op is not InstructionKind.FUSED:
+        return ()
+    recipe: Recipe = task.params["recipe"]
+    return recipe.steps
+
+
+def recipe_from_dict(data: object, where: str = "recipe") -> Recipe:
+    """Read a recipe, dropping unknown fields. Raises IrFormatError. Whether it can run is for the validator to say."""
+    items = read_list(read_field(read_dict(data, where), "steps", where), where, "steps")
+    return recipe_of([_step(item, f"{where}.steps[{index}]") for index, item in enumerate(items)])
+
+
+def _step(data: object, where: str) -> RecipeStep:
+    item = read_dict(data, where)
+    params = read_dict(item.get("params", {}), where, "params")
+    return RecipeStep(
+        op=read_enum(InstructionKind, read_field(item, "op", where), where, "op"),
+        args=tuple([_arg(arg, f"{where}.args") for arg in read_list(read_field(item, "args", where), where, "args")]),
+        out=_target(read_field(item, "out", where), f"{where}.out"),
+        shape=read_ints(read_field(item, "out_shape", where), where, "out_shape"),
+        dtype=read_enum(DType, read_field(item, "out_dtype", where), where, "out_dtype"),
+        params={name: read_number(value, f"{where}.params", show(name)) for name, value in params.items()},
+    )
+
+
+def _arg(data: object, where: str) -> Arg:
+    pairs = list(read_dict(data, where).items())
+    if len(pairs) != 1 or pairs[0][0] not in ("in", "s"):
+        raise IrFormatError(one_line(f'{where}: expected {{"in": k}} or {{"s": j}}, got {show(data)}'))
+    index = read_int(pairs[0][1], where, pairs[0][0])
+    return Input(index) if pairs[0][0] == "in" else Scratch(index)
+
+
+def _target(data: object, where: str) -> Target:
+    if type(data) is int:
+        return Scratch(data)
+    if type(data) is str and data == "final":
+        return FINAL
+    if type(data) is not dict or list(data) != ["out"]:
+        raise IrFormatError(one_line(f'{where}: expected a number, "final" or {{"out": k}}, got {show(data)}'))
+    return Output(read_int(data["out"], where, "out"))
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The JSON-ready form of a recipe."""
+    return {
+        "steps": [
+            {
+                "op": step.op.name,
+                "args": [{"in" if isinstance(arg, Input) else "s": arg.index} for arg in step.args],
+                "out": _written(step.out),
+                "params": dict(step.params),
+                "out_shape": list(step.shape),
+                "out_dtype": step.dtype.name,
+            }
+            for step in recipe.steps
+        ]
+    }
+
+
+def _written(out: Target) -> object:
+    if isinstance(out, Scratch):
+        return out.index
+    return "final" if out == FINAL else {"out": out.index}
+
+
+@lru_cache(maxsize=1 << 12)
+def recipe_digest(recipe: Recipe) -> str:
+    """The SHA-256 of a recipe's JSON, in hex digits. Programs of one search share most recipes."""
+    text = json.dumps(recipe_to_dict(recipe), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class RecipeBuilder:
     """Collects the steps of one recipe and the names of its operands, in order of first use."""
 
-    __slots__ = ("_slots", "inputs", "steps")
+    __slots__ = ("_slots", "_steps", "inputs")
 
     def __init__(self, inputs: Sequence[str] = ()) -> None:
         self.inputs: list[str] = list(inputs)
-        self.steps: list[dict[str, Any]] = []
+        self._steps: list[RecipeStep] = []
         self._slots = 0
 
     def operand(self, name: str) -> Arg:
         """The arg that reads operand `name`."""
         if name not in self.inputs:
             self.inputs.append(name)
-        return {"in": self.inputs.index(name)}
+        return Input(self.inputs.index(name))
 
     def step(
         self,
@@ -34,31 +193,21 @@ class RecipeBuilder:
         width: int,
         dtype: DType,
         params: Mapping[str, Any] | None = None,
-        out: str | Mapping[str, int] | None = None,
+        out: Output | None = None,
         rows: int = 1,
     ) -> Arg:
-        """Append a step with a `[rows, width]` result. Returns the arg that reads the result.
-
-        `out` is "final", {"out": k}, or None for scratch.
-        """
-        self.steps.append(
-            {
-                "op": op.name,
-                "args": list(args),
-                "out": self._slots if out is None else out,
-                "params": dict(params or {}),
-                "out_shape": [rows, width],
-                "out_dtype": dtype.name,
-            }
-        )
+        """Append a step with a `[rows, width]` result, which goes to `out`, or to scratch. Returns the arg that reads
+        a result in scratch."""
+        target = Scratch(self._slots) if out is None else out
+        self._steps.append(RecipeStep(op, tuple(args), target, (rows, width), dtype, dict(params or {})))
         self._slots += out is None
-        return {"s": self._slots - 1}
+        return Scratch(self._slots - 1)
 
     def columns(self, name: str, start: int, width: int, dtype: DType) -> Arg:
         """The arg that reads columns `start`..`start + width` of operand `name`."""
         params = {"n_off": start, "N_tile": width}
         return self.step(InstructionKind.COPY, [self.operand(name)], width, dtype, params)
 
-    def build(self) -> dict[str, Any]:
+    def build(self) -> Recipe:
         """The recipe."""
-        return {"steps": self.steps}
+        return recipe_of(self._steps)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, overload
 from flywheel.ir.draft import make_task, make_wait, maker
 from flywheel.ir.layers import INDEX, Layers, Shift
 from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.recipe import Recipe
 from flywheel.ir.records import Task, Wait
 from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 
@@ -239,10 +240,10 @@ def tasks_by_recipe(runs: Iterable[Run], reading: Set[int]) -> Iterator[Task]:
     first = 0
     for run in runs:
         if not reading.isdisjoint(run.inputs):
-            known: set[int] = set()
+            known: set[Recipe | None] = set()
             place = first
             for stretch in stretches_of(run.tiles):
-                recipe = id(stretch.params.get("recipe"))
+                recipe = stretch.params.get("recipe")
                 if recipe not in known:
                     known.add(recipe)
                     yield task_of(run, stretch, place, 0)

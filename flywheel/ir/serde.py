@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from flywheel.ir.fields import (
 from flywheel.ir.files import parse_json, read_text
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import recipe_from_dict
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
 from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
@@ -89,32 +89,22 @@ def target_from_dict(data: object) -> GpuTarget:
 
 
 class _Shared:
-    """Makes equal operands, waits and recipes of a file one object. Validation checks each object once."""
+    """Makes equal operands and waits of a file one object. Validation checks each object once."""
 
-    __slots__ = ("_ints", "_recipes", "_waits")
+    __slots__ = ("_ints", "_waits")
 
     def __init__(self) -> None:
         self._ints: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._waits: dict[tuple[Wait, ...], tuple[Wait, ...]] = {}
-        self._recipes: dict[bytes, Any] = {}
 
     def task(self, data: Mapping[str, Any], where: str) -> Task:
         """Read a task."""
         task = _task(data, where)
-        params = task.params
-        if "recipe" in params:
-            try:
-                key = marshal.dumps(params["recipe"], 2)
-            except ValueError:  # nested too deeply, or not from JSON: kept as it is
-                pass
-            else:
-                params = {**params, "recipe": self._recipes.setdefault(key, params["recipe"])}
         return replace(
             task,
             inputs=self._ints.setdefault(tuple(task.inputs), tuple(task.inputs)),
             outputs=self._ints.setdefault(tuple(task.outputs), tuple(task.outputs)),
             waits=self._waits.setdefault(tuple(task.waits), tuple(task.waits)),
-            params=params,
         )
 
 
@@ -150,20 +140,27 @@ def _counter(data: Mapping[str, Any], where: str) -> Counter:
 
 def _task(data: Mapping[str, Any], where: str) -> Task:
     sm = data.get("sm")
+    op = read_enum(InstructionKind, read_field(data, "op", where), where, "op")
     return Task(
         id=read_int(read_field(data, "id", where), where, "id"),
-        op=read_enum(InstructionKind, read_field(data, "op", where), where, "op"),
+        op=op,
         inputs=read_ints(read_field(data, "inputs", where), where, "inputs"),
         outputs=read_ints(read_field(data, "outputs", where), where, "outputs"),
         out_counter=read_int(read_field(data, "out_counter", where), where, "out_counter"),
         waits=tuple(_wait(wait, where) for wait in read_list(data.get("waits", []), where, "waits")),
-        params=read_dict(data.get("params", {}), where, "params"),
+        params=_params(op, read_dict(data.get("params", {}), where, "params"), where),
         sm=None if sm is None else read_int(sm, where, "sm"),
         est_bytes=read_estimate(data.get("est_bytes", 0), where, "est_bytes"),
         est_flops=read_estimate(data.get("est_flops", 0), where, "est_flops"),
         label=read_str(data.get("label", ""), where, "label"),
         rank=read_int(data.get("rank", 0), where, "rank"),
     )
+
+
+def _params(op: InstructionKind, params: dict[str, Any], where: str) -> dict[str, Any]:
+    if op is not InstructionKind.FUSED or "recipe" not in params:
+        return params
+    return {**params, "recipe": recipe_from_dict(params["recipe"], f"{where}.params.recipe")}
 
 
 def _wait(data: object, where: str) -> Wait:

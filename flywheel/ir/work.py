@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.extents import Scope, value
 from flywheel.ir.opcodes import INHERITED_PARAMS, TASK_PARAM_FIELDS, InstructionKind
 from flywheel.ir.operations import Axis, Operand, operation_of
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import Arg, Input, Output, Target, recipe_steps
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.operands import sizes_of
-from flywheel.ir.validate.recipe import read_recipe
 
 _STREAMED: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
 _PLACES: Final = frozenset({"n_off", "kv_start", "pos"})
@@ -74,7 +73,7 @@ def works_of(program: MegakernelProgram) -> list[Work]:
             (buffers[each].kind, buffers[each].dtype, buffers[each].shape) for each in (*task.inputs, *task.outputs)
         )
         sizes = tuple(item for item in known_params if item[0] not in _PLACES)
-        key = task.op, alike, sizes, id(task.params.get("recipe"))
+        key = task.op, alike, sizes, task.params.get("recipe")
         if key not in known:
             known[key] = work_of(task, buffers)
         works.append(known[key])
@@ -82,23 +81,21 @@ def works_of(program: MegakernelProgram) -> list[Work]:
 
 
 def _step_work(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Iterator[Work]:
-    recipe = read_recipe(task, task.params["recipe"], Findings(strict=True))
-    assert recipe is not None, f"task {task.id} is of a valid program"
     inherited = {name: task.params[name] for name in INHERITED_PARAMS & task.params.keys()}
-    values: dict[Any, Buffer] = {("in", number): buffer for number, buffer in enumerate(inputs)}
-    for step in recipe.steps:
-        values[step.out] = step.result
+    values: dict[Arg | Target, Buffer] = {Input(number): buffer for number, buffer in enumerate(inputs)}
+    for index, step in enumerate(recipe_steps(task)):
+        result = values[step.out] = step.result(index)
         params, args = {**inherited, **step.params}, [values[arg] for arg in step.args]
-        sizes, row = sizes_of(step.op, params, args, step.result), operation_of(step.op, params)
+        sizes, row = sizes_of(step.op, params, args, result), operation_of(step.op, params)
         reads = [
             (_part_bytes(row.operand(place), values[arg], sizes), values[arg])
             for place, arg in enumerate(step.args)
-            if arg[0] == "in" and place != row.in_place
+            if isinstance(arg, Input) and place != row.in_place
         ]
         written = 0
-        if step.out[0] == "out":
-            output = outputs[step.out[1]]
-            appended = args[0].numel if row.in_place is not None else step.result.numel
+        if isinstance(step.out, Output):
+            output = outputs[step.out.index]
+            appended = args[0].numel if row.in_place is not None else result.numel
             written = output.dtype.nbytes(appended)
         yield _summed(reads, written, _flops(row.flops, sizes))
 

@@ -14,6 +14,7 @@ from flywheel.errors import IrFormatError
 from flywheel.ir.config import config_to_dict
 from flywheel.ir.files import MAX_FILE_BYTES, MAX_VALUES, dump_json, write_atomically
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import Recipe, recipe_to_dict
 from flywheel.ir.records import Buffer, Counter, PageAllocation, Task
 from flywheel.ir.runs import Runs, task_of
 from flywheel.ir.target import GpuTarget
@@ -111,7 +112,7 @@ class _Texts:
             inner = ",".join([f"\n        {self._value(name, 8)}: {self._value(params[name], 8)}" for name in params])
             made = f"{{{inner}\n      }}"
         else:
-            made = dump_json(dict(params)).replace("\n", "\n      ")
+            made = dump_json({name: _plain(value) for name, value in params.items()}).replace("\n", "\n      ")
         waits = [
             f'{{\n          "counter": {self._value(wait.counter, 10)},\n'
             f'          "threshold": {self._value(wait.threshold, 10)}\n        }}'
@@ -140,13 +141,13 @@ class _Texts:
             return encode_basestring_ascii(value)
         if isinstance(value, tuple | list) and set(map(type, value)) <= {int}:
             return _list(map(str, value), depth)
-        if not isinstance(value, dict | list | tuple):
+        if not isinstance(value, dict | list | tuple | Recipe):
             return json.dumps(value)
         key = id(value), depth
         if key not in self._known:
             if len(self._known) >= _KEPT:
                 self._known.clear()
-            text = dump_json(value).replace("\n", f"\n{' ' * depth}")
+            text = dump_json(_plain(value)).replace("\n", f"\n{' ' * depth}")
             self._known[key] = value, text  # the value lives on, so that no other value gets its id
         return self._known[key][1]
 
@@ -203,6 +204,10 @@ def _rank(record: Buffer | Task) -> dict[str, int]:
     return {"rank": record.rank} if record.rank else {}
 
 
+def _plain(value: object) -> object:
+    return recipe_to_dict(value) if isinstance(value, Recipe) else value
+
+
 def _task_to_dict(task: Task) -> dict[str, Any]:
     return {
         "id": task.id,
@@ -211,7 +216,7 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
         "outputs": list(task.outputs),
         "out_counter": task.out_counter,
         "waits": [{"counter": wait.counter, "threshold": wait.threshold} for wait in task.waits],
-        "params": dict(task.params),
+        "params": {name: _plain(value) for name, value in task.params.items()},
         "sm": task.sm,
         "est_bytes": task.est_bytes,
         "est_flops": task.est_flops,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from math import prod
-from typing import Any
 
 from flywheel.ir.alone import alone
 from flywheel.ir.dtype import BufferKind
@@ -12,6 +10,7 @@ from flywheel.ir.latest import once
 from flywheel.ir.layers import Layered, Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.repeating import local_layers, spelled_out
 from flywheel.ir.runs import Run, Runs, tasks_by_recipe
@@ -119,26 +118,19 @@ def _reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[int, dic
 
 
 def _recipe_reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[int, dict[_IdSource, int] | None]]:
-    steps: list[Mapping[str, Any]] = task.params["recipe"]["steps"]
-    for step in steps:
-        args: list[Mapping[str, int]] = step["args"]
-        for position, arg in enumerate(args):
-            if "in" not in arg:
-                continue
-            if step["op"] == InstructionKind.EMBED.name and position == 1:
-                yield task.inputs[arg["in"]], _recipe_ids(task, args[0], steps, buffers)
-            else:
-                yield task.inputs[arg["in"]], None
+    for step in recipe_steps(task):
+        for place, arg in enumerate(step.args):
+            if isinstance(arg, Input):
+                gathers = step.op is InstructionKind.EMBED and place == 1
+                yield task.inputs[arg.index], _recipe_ids(task, step.args[0], buffers) if gathers else None
 
 
-def _recipe_ids(
-    task: Task, arg: Mapping[str, int], steps: list[Mapping[str, Any]], buffers: Mapping[int, Buffer]
-) -> dict[_IdSource, int]:
-    if "in" in arg:
-        ids = task.inputs[arg["in"]]
+def _recipe_ids(task: Task, arg: Arg, buffers: Mapping[int, Buffer]) -> dict[_IdSource, int]:
+    if isinstance(arg, Input):
+        ids = task.inputs[arg.index]
         return {(ids, None): buffers[ids].numel}
-    made = next(step for step in steps if step["out"] == arg["s"])
-    return {(task.id, arg["s"]): prod(made["out_shape"])}
+    made = next(step for step in recipe_steps(task) if step.out == arg)
+    return {(task.id, arg.index): made.numel}
 
 
 def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[Task]:
@@ -151,6 +143,4 @@ def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[T
 
 def _gathers(task: Task) -> bool:
     """Whether a task has a recipe that gathers rows."""
-    if task.op is not InstructionKind.FUSED:
-        return False
-    return any(step["op"] == InstructionKind.EMBED.name for step in task.params["recipe"]["steps"])
+    return any(step.op is InstructionKind.EMBED for step in recipe_steps(task))

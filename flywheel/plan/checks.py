@@ -8,6 +8,7 @@ from typing import Final
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.operations import FLOATS, OPERATIONS
+from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.plan.kernels import KERNELS, RANKED
 from flywheel.plan.nodes import Node
 from flywheel.plan.routine import Routine
@@ -64,10 +65,9 @@ def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
     program's."""
     found: set[int] = set()
     for task in tasks:
-        if task.op is _K.FUSED:
-            for step in task.params["recipe"]["steps"]:
-                if step["op"] == "DEQUANT":
-                    found.update(task.inputs[arg["in"]] for arg in step["args"][1:] if "in" in arg)
+        for step in recipe_steps(task):
+            if step.op is _K.DEQUANT:
+                found.update(task.inputs[arg.index] for arg in step.args[1:] if isinstance(arg, Input))
     return frozenset(found)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
 from flywheel.ir.lanes import lanes_of_caches
+from flywheel.ir.recipe import Output, recipe_steps
 from flywheel.plan.nodes import Grouping
 
 _GIVEN: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT)
@@ -255,8 +256,8 @@ def sampled_of(tasks: Sequence[Task]) -> frozenset[int]:
     """Buffers from which a task takes the largest element of a row."""
     found: set[int] = set()
     for task in tasks:
-        recipe = task.params["recipe"]["steps"] if task.op is InstructionKind.FUSED else ()
-        if task.op is InstructionKind.SAMPLE_ARGMAX or (recipe and recipe[-1]["op"] == "SAMPLE_ARGMAX"):
+        steps = recipe_steps(task)
+        if (steps[-1] if steps else task).op is InstructionKind.SAMPLE_ARGMAX:
             found.update(task.inputs)
     return frozenset(found)
 
@@ -265,8 +266,5 @@ def copies(task: Task, number: int) -> bool:
     """Whether the task writes the buffer by COPY, which can store any bits."""
     if task.op is InstructionKind.COPY:
         return True
-    if task.op is not InstructionKind.FUSED:
-        return False
-    place = task.outputs.index(number)
-    targets = ({"out": place}, "final") if place == 0 else ({"out": place},)
-    return any(step["op"] == "COPY" and step["out"] in targets for step in task.params["recipe"]["steps"])
+    target = Output(task.outputs.index(number))
+    return any(step.op is InstructionKind.COPY and step.out == target for step in recipe_steps(task))

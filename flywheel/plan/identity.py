@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from flywheel.ir import MegakernelProgram, Runs, Task
+from flywheel.ir.recipe import Recipe, recipe_digest
 from flywheel.plan.variant import KernelVariant, variant_of
 
 _VARIANT_FIELDS: Final = (
@@ -129,7 +130,6 @@ class _Numbers:
     def __init__(self, texts: dict[str, int]) -> None:
         self._texts = texts
         self._known: dict[int, int] = {}
-        self._recipes: dict[int, str] = {}
 
     def __call__(self, params: Mapping[str, Any]) -> int:
         number = self._known.get(id(params))
@@ -139,8 +139,4 @@ class _Numbers:
 
     def _text(self, params: Mapping[str, Any]) -> str:
         recipe = params.get("recipe")
-        if recipe is None:
-            return _json(params)
-        if id(recipe) not in self._recipes:
-            self._recipes[id(recipe)] = hashlib.sha256(_json(recipe).encode()).hexdigest()
-        return _json({**params, "recipe": self._recipes[id(recipe)]})
+        return _json({**params, "recipe": recipe_digest(recipe)} if isinstance(recipe, Recipe) else params)

@@ -161,7 +161,7 @@ def _kind(params: Mapping[str, Any]) -> Hashable:
     others."""
     names = params.keys()
     own = tuple(sorted((name, params[name]) for name in _OWN_PARAMS & names))
-    return id(params.get("recipe")), own, frozenset(INHERITED_PARAMS & names), params.get("kv_rows")
+    return params.get("recipe"), own, frozenset(INHERITED_PARAMS & names), params.get("kv_rows")
 
 
 def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Node], list[Form]]:

@@ -6,7 +6,6 @@ same words.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -156,9 +155,8 @@ class _Asked:
 
 
 def _key(form: Form) -> Hashable:
-    recipe = None if form.recipe is None else json.dumps(form.recipe)
     own = tuple(sorted(form.own.items()))
-    return form.op, recipe, own, form.given, form.kv_rows, form.inputs, form.outputs, form.written, form.widest
+    return form.op, form.recipe, own, form.given, form.kv_rows, form.inputs, form.outputs, form.written, form.widest
 
 
 _Make = Callable[[_Asked], tuple[Routine, Placement]]

@@ -3,13 +3,10 @@ runs."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
-from marshal import dumps, loads
 from operator import attrgetter
 from typing import Any, Final
 
@@ -17,6 +14,7 @@ import numpy as np
 
 from flywheel.ir import PARAM_FIELDS, Buffer, MegakernelProgram, Run, Runs, Stretch, Tile
 from flywheel.ir.layers import INDEX, Layered, Layers, Span
+from flywheel.ir.recipe import Recipe, recipe_digest
 from flywheel.ir.repeating import layers_of, local_layers
 from flywheel.ir.tiles import stretches_of
 from flywheel.plan.digits import written
@@ -133,7 +131,6 @@ class _Params:
         self._lines: list[str] = []
         self._count = 0
         self._known: dict[int, tuple[int, int]] = {}  # by identity of tiles, which equal layers share
-        self._digests: dict[int, str] = {}  # by identity of recipes
         self._texts: dict[tuple[str, str], dict[int | None, int]] = {}
 
     def piece(self, tiles: Sequence[Tile]) -> tuple[int, int]:
@@ -179,25 +176,10 @@ class _Params:
         pairs = []
         for name in sorted(params):
             value = params[name]
-            if name == "recipe" and value is not None:
-                if id(value) not in self._digests:
-                    self._digests[id(value)] = _digest(value)
-                pairs.append(f'"recipe":"{self._digests[id(value)]}"')
+            if isinstance(value, Recipe):
+                pairs.append(f'"recipe":"{recipe_digest(value)}"')
             elif type(value) is int and name in PARAM_FIELDS:
                 pairs.append(f'"{name}":{value}')
             else:
                 pairs.append(_json({name: value})[1:-1])
         return f"{{{','.join(pairs)}}}"
-
-
-def _digest(recipe: object) -> str:
-    try:
-        return _digest_of(dumps(recipe, 2))  # type: ignore[arg-type]  # what it cannot write raises
-    except ValueError:  # not of plain values
-        return hashlib.sha256(_json(recipe).encode()).hexdigest()
-
-
-@lru_cache(maxsize=1 << 12)
-def _digest_of(marshalled: bytes) -> str:
-    """The digest of a recipe. Programs of one search share most recipes."""
-    return hashlib.sha256(_json(loads(marshalled)).encode()).hexdigest()

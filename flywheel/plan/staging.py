@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import prod
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import Buffer, DType, InstructionKind, Task
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.recipe import Input, Recipe, RecipeStep, Scratch, Target
 from flywheel.ir.runs import Use
 from flywheel.plan.formats import UNIT_K, Coding, coding_of
 
@@ -119,7 +120,6 @@ class Operand(NamedTuple):
 def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> frozenset[Operand]:
     """The operands of matrix tasks, in their weights' types; in their own types if the weights are quantised."""
     known = {buffer.id: buffer for buffer in buffers}
-    recipes: dict[int, list[_Product]] = {}
     found: set[Operand] = set()
     before: tuple[object, object, object] = (None, None, None)
     for task in tasks:
@@ -129,7 +129,7 @@ def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> froze
         if task.inputs is inputs and recipe is made_by and (recipe is not None or params.get("K") == depth):
             continue  # another tile of the same product
         before = task.inputs, recipe, params.get("K")
-        for product in _products(task, recipes):
+        for product in _products(task):
             depth, made = product.depth, product.numel is not None
             dtype = product.dtype or known[task.inputs[product.x if product.weight is None else product.weight]].dtype
             numel = product.numel if product.numel is not None else known[task.inputs[product.x]].numel
@@ -167,46 +167,46 @@ class _Product(NamedTuple):
     numel: int | None
     depth: int
     dtype: DType | None = None
-    dequant: Mapping[str, Any] | None = None
+    dequant: RecipeStep | None = None
 
 
 def _find_coding(product: _Product, inputs: Sequence[Buffer]) -> Coding | None:
     step = product.dequant
-    if step is None or step["op"] != "DEQUANT" or not all("in" in arg for arg in step["args"]):
+    if step is None or step.op is not InstructionKind.DEQUANT or not all(isinstance(arg, Input) for arg in step.args):
         return None
-    q, scales, *zeros = (inputs[arg["in"]] for arg in step["args"])
+    q, scales, *zeros = (inputs[arg.index] for arg in step.args)
     zero = zeros[0].dtype if zeros else None
     try:
-        return coding_of(q.dtype, (scales.dtype, tuple(scales.shape)), zero, step["params"], product.depth)
+        return coding_of(q.dtype, (scales.dtype, tuple(scales.shape)), zero, step.params, product.depth)
     except InvalidProgramError:
         return None
 
 
-def _products(task: Task | Use, recipes: dict[int, list[_Product]]) -> list[_Product]:
-    """The matrix steps of a task. A recipe is read once for all tasks that share it."""
+def _products(task: Task | Use) -> Sequence[_Product]:
+    """The matrix steps of a task."""
     if task.op in MATRIX_OPS:
         depth = task.params.get("K", 0)
         return [_Product(0, 1, None, depth)] if depth > 0 else []
-    if task.op is not InstructionKind.FUSED:
-        return []
-    recipe = task.params["recipe"]
-    if id(recipe) not in recipes and _MATRIX_NAMES.isdisjoint([step["op"] for step in recipe["steps"]]):
-        recipes[id(recipe)] = []
-    elif id(recipe) not in recipes:
-        products = recipes[id(recipe)] = []
-        made: dict[int, tuple[int, DType]] = {}
-        makers: dict[int, Mapping[str, Any]] = {}
-        for step in recipe["steps"]:
-            depth = step.get("params", {}).get("K", 0)
-            if step["op"] in _MATRIX_NAMES and depth > 0:
-                x, weight = step["args"][:2]
-                numel, dtype = made[x["s"]] if "s" in x else (None, None)
-                whole = weight.get("in")
-                dequant = makers.get(weight["s"]) if whole is None else None
-                products.append(
-                    _Product(x.get("in", 0), whole, numel, depth, dtype if whole is None else None, dequant)
+    return _recipe_products(task.params["recipe"]) if task.op is InstructionKind.FUSED else []
+
+
+@lru_cache(maxsize=1 << 12)
+def _recipe_products(recipe: Recipe) -> Sequence[_Product]:
+    products = []
+    made: dict[Target, RecipeStep] = {}
+    for step in recipe.steps:
+        depth = int(step.params.get("K", 0))
+        if step.op in MATRIX_OPS and depth > 0:
+            x, weight = (made.get(arg) if isinstance(arg, Scratch) else arg for arg in step.args[:2])
+            products.append(
+                _Product(
+                    x.index if isinstance(x, Input) else 0,
+                    weight.index if isinstance(weight, Input) else None,
+                    x.numel if isinstance(x, RecipeStep) else None,
+                    depth,
+                    x.dtype if isinstance(x, RecipeStep) and not isinstance(weight, Input) else None,
+                    weight if isinstance(weight, RecipeStep) else None,
                 )
-            if type(step["out"]) is int:
-                makers[step["out"]] = step
-                made[step["out"]] = prod(step["out_shape"]), DType[step["out_dtype"]]
-    return recipes[id(recipe)]
+            )
+        made[step.out] = step
+    return products

@@ -14,6 +14,7 @@ from typing import Any, Final
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.recipe import Recipe, Scratch, Target
 from flywheel.plan.formats import Coding, coding_of
 from flywheel.plan.staging import Slices
 
@@ -73,7 +74,7 @@ class Form:
     """
 
     op: InstructionKind
-    recipe: Mapping[str, Any] | None
+    recipe: Recipe | None
     own: Mapping[str, Any]
     given: frozenset[str]
     kv_rows: int | None
@@ -157,25 +158,23 @@ def steps_of(form: Form) -> list[Step]:
     if form.recipe is None:
         result = replace(form.outputs[0], kind=None)
         return [Step(form.op, tuple(range(len(form.inputs))), form.own, 0, result)]
-    return _renumbered(_fused(_recipe_steps(form.recipe["steps"], form), form))
+    return _renumbered(_fused(_recipe_steps(form.recipe, form), form))
 
 
-def _recipe_steps(items: Sequence[Mapping[str, Any]], form: Form) -> dict[int, Step]:
+def _recipe_steps(recipe: Recipe, form: Form) -> dict[int, Step]:
     """The steps by their place in the recipe. Refs count these places from RESULT_REF."""
-    made: dict[int, int] = {}
+    made: dict[Target, int] = {}
     steps: dict[int, Step] = {}
-    for index, item in enumerate(items):
-        op, out = InstructionKind[item["op"]], item["out"]
-        args = tuple(made[arg["s"]] if "s" in arg else arg["in"] for arg in item["args"])
-        result = Operand(DType[item["out_dtype"]], tuple(item["out_shape"]))
-        place = ABSENT
-        if type(out) is int:
-            made[out] = RESULT_REF + index
+    for index, each in enumerate(recipe.steps):
+        args = tuple(made[arg] if isinstance(arg, Scratch) else arg.index for arg in each.args)
+        result, place = Operand(each.dtype, each.shape), ABSENT
+        if isinstance(each.out, Scratch):
+            made[each.out] = RESULT_REF + index
         else:
-            place = 0 if out == "final" else out["out"]
-            if op is _K.KV_APPEND:  # writes the appended rows only, and rounds once
+            place = each.out.index
+            if each.op is _K.KV_APPEND:  # writes the appended rows only, and rounds once
                 result = replace(form.outputs[place], kind=None)
-        steps[index] = Step(op, args, item.get("params", {}), place, result)
+        steps[index] = Step(each.op, args, each.params, place, result)
     return steps
 
 

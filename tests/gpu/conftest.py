@@ -12,6 +12,7 @@ import pytest
 import torch
 from effort import FULL
 from emulator.gpu import EmulatedGpu, build_variant
+from spelled import spelled
 from torch import Tensor
 
 from flywheel.errors import NoGpuError
@@ -225,7 +226,7 @@ def build_program(
         built.append(
             Task(
                 number, InstructionKind[op], tuple(ids[name] for name in inputs), tuple(ids[name] for name in names),
-                counter, waits, dict(params), number % target.num_sms, label=f"t{number}",
+                counter, waits, spelled(params), number % target.num_sms, label=f"t{number}",
             )
         )  # fmt: skip
         producers[counter] = producers.get(counter, 0) + 1

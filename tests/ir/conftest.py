@@ -21,20 +21,21 @@ from flywheel.ir import (
     Task,
     Wait,
 )
+from flywheel.ir.recipe import Recipe, recipe_from_dict
 
 _K, _B = InstructionKind, BufferKind
 _BF16 = DType.BF16
 
 
-def _recipe() -> dict[str, Any]:
+def _recipe() -> Recipe:
     shape = {"out_shape": [1, 16], "out_dtype": "BF16"}
-    return {
+    return recipe_from_dict({
         "steps": [
             {"op": "GEMV_TILE", "args": [{"in": 0}, {"in": 1}], "out": 0, "params": {"K": 32}, **shape},
             {"op": "COPY", "args": [{"in": 2}], "out": 1, "params": {}, **shape},
             {"op": "ADD", "args": [{"s": 0}, {"s": 1}], "out": "final", "params": {}, **shape},
         ]
-    }
+    })  # fmt: skip
 
 
 def _buffers() -> list[Buffer]:

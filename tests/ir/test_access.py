@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from spelled import spelled_steps
 
 from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.access import multi_row_buffers, read_regions, tile, written_region
@@ -16,7 +17,7 @@ def task(op: InstructionKind, params: dict[str, Any]) -> Task:
 
 
 def fused(params: dict[str, Any], *steps: dict[str, Any]) -> Task:
-    return task(_K.FUSED, {**params, "recipe": {"steps": list(steps)}})
+    return task(_K.FUSED, {**params, "recipe": spelled_steps(steps)})
 
 
 def test_a_tile_needs_both_params_and_ints() -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from flywheel.errors import ConfigError
 from flywheel.ir import KvRows, MegakernelProgram, at_position, program_to_json, validate
+from flywheel.ir.recipe import recipe_of
 
 Change = Callable[..., MegakernelProgram]
 
@@ -67,9 +69,9 @@ def test_a_program_without_positions_is_refused() -> None:
 
 
 def test_a_recipe_that_fixes_a_position_is_refused(tiny: MegakernelProgram, with_task: Change) -> None:
-    steps = [{**step, "params": {**step["params"], "pos": 3}} for step in tiny.tasks[8].params["recipe"]["steps"]]
+    steps = [replace(step, params={**step.params, "pos": 3}) for step in tiny.tasks[8].params["recipe"].steps]
     with pytest.raises(ConfigError, match="its recipe fixes pos"):
-        at_position(with_task(tiny, 108, params={"recipe": {"steps": steps}}), 3)
+        at_position(with_task(tiny, 108, params={"recipe": recipe_of(steps)}), 3)
 
 
 def test_each_task_moves_to_the_position_of_its_sequence(tiny: MegakernelProgram, with_task: Change) -> None:

@@ -167,6 +167,20 @@ def _at(root: Any, path: str, value: Any) -> Any:
 
 _MISSING = object()
 
+STEP = "tasks.8.params.recipe.steps.2"
+
+MALFORMED_RECIPES = [
+    ("tasks.8.params.recipe", None), ("tasks.8.params.recipe", []), ("tasks.8.params.recipe.steps", _MISSING),
+    ("tasks.8.params.recipe.steps", {}), (STEP, []), (f"{STEP}.op", _MISSING), (f"{STEP}.op", "ADDD"),
+    (f"{STEP}.op", 11), (f"{STEP}.args", _MISSING), (f"{STEP}.args", {"in": 0}), (f"{STEP}.args.0", 0),
+    (f"{STEP}.args.0", {}), (f"{STEP}.args.0", {"in": 0, "s": 0}), (f"{STEP}.args.0", {"out": 0}),
+    (f"{STEP}.args.0", {"s": True}), (f"{STEP}.args.0", {"s": 0.0}), (f"{STEP}.out", _MISSING), (f"{STEP}.out", "last"),
+    (f"{STEP}.out", 1.0), (f"{STEP}.out", True), (f"{STEP}.out", {"out": "0"}), (f"{STEP}.out", {"out": 0, "s": 1}),
+    (f"{STEP}.params", []), (f"{STEP}.params", {"K": "32"}), (f"{STEP}.params", {"K": True}),
+    (f"{STEP}.params", {"eps": float("nan")}), (f"{STEP}.params", {"K": None}), (f"{STEP}.out_shape", _MISSING),
+    (f"{STEP}.out_shape", [1.0]), (f"{STEP}.out_shape", 16), (f"{STEP}.out_dtype", "BF17"), (f"{STEP}.out_dtype", 3),
+]  # fmt: skip
+
 MALFORMED = [
     ("ir_version", _MISSING), ("ir_version", 2), ("abi_version", None), ("meta", []), ("buffers", _MISSING),
     ("buffers", {}), ("buffers", "x"), ("buffers.0", []), ("buffers.0.id", _MISSING), ("buffers.0.id", True),
@@ -228,8 +242,8 @@ def test_values_are_shown_short_whatever_they_are() -> None:
 
 def test_the_text_is_what_pythons_json_writes(tiny: MegakernelProgram) -> None:
     odd = {"a": 1.5, "b": True, "c": None, "d": [], "e": {}, "f": "\n\"\udcff", "g": [1, [2.0, True]], "h": {"x": [{}]}}
-    shared = {"steps": [{"op": "COPY", "args": []}]}
-    tasks = [replace(tiny.tasks[0], params=each, rank=1) for each in (odd, {}, {"recipe": shared}, {"recipe": shared})]
+    shared = {"recipe": tiny.tasks[8].params["recipe"]}
+    tasks = [replace(tiny.tasks[0], params=each, rank=1) for each in (odd, {}, shared, {**shared, "odd": odd})]
     lists = replace(tiny.tasks[0], inputs=[1, True], outputs=[], waits=[Wait(1, 2)], sm=None, label="\n")
     for program in (tiny, replace(tiny, tasks=(*tasks, lists)), MegakernelProgram(), replace(tiny, buffers=())):
         assert program_to_json(program) == dump_json(program_to_dict(program))

@@ -30,7 +30,7 @@ def kinds(task: Task) -> list[str]:
     """Primitive operations of a task, without the copies that cut columns."""
     if task.op is not InstructionKind.FUSED:
         return [task.op.name]
-    return [step["op"] for step in task.params["recipe"]["steps"] if step["op"] != "COPY"]
+    return [step.op.name for step in task.params["recipe"].steps if step.op.name != "COPY"]
 
 
 @pytest.mark.parametrize("tiling", [WHOLE, SPLIT], ids=["whole", "split"])

@@ -27,6 +27,7 @@ from flywheel.ir import (
     program_to_json,
     validate,
 )
+from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.ir.simulate import simulate_adversarial, simulate_counters
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.lower import lower
@@ -162,9 +163,9 @@ def steps(task: Task) -> Iterator[tuple[str, list[int | None], Mapping[str, Any]
     if task.op is not InstructionKind.FUSED:
         yield task.op.name, list(task.inputs), task.params
         return
-    for step in task.params["recipe"]["steps"]:
-        read = [task.inputs[arg["in"]] if "in" in arg else None for arg in step["args"]]
-        yield step["op"], read, {**task.params, **step["params"]}
+    for step in recipe_steps(task):
+        read = [task.inputs[arg.index] if isinstance(arg, Input) else None for arg in step.args]
+        yield step.op.name, read, {**task.params, **step.params}
 
 
 def does(task: Task, op: str) -> bool:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
+from spelled import spelled_steps
 
 from flywheel.ir.dtype import BufferKind, DType
 from flywheel.ir.opcodes import InstructionKind
@@ -27,9 +28,9 @@ BUFFERS = (
 WHOLE, ROW, NORM_BYTES = VOCAB * HIDDEN * 2, HIDDEN * 2, HIDDEN * 4
 
 
-def program(*tasks: tuple[InstructionKind, list[int]], recipe: Sequence[object] | None = None) -> int:
+def program(*tasks: tuple[InstructionKind, list[int]], recipe: Sequence[Mapping[str, object]] | None = None) -> int:
     built = [
-        Task(i, op, inputs, [X], i, params={"recipe": {"steps": recipe}} if op is K.FUSED else {})
+        Task(i, op, inputs, [X], i, params={"recipe": spelled_steps(recipe)} if op is K.FUSED else {})
         for i, (op, inputs) in enumerate(tasks)
     ]
     return weight_bytes_read(MegakernelProgram(buffers=BUFFERS, tasks=built))
@@ -83,12 +84,10 @@ def test_ids_made_on_chip_cost_a_row_each() -> None:
 
 
 def test_each_tile_of_a_run_that_makes_its_own_ids_counts() -> None:
-    recipe = {
-        "steps": [
-            {"op": "SAMPLE_ARGMAX", "args": [{"in": 0}], "out": 0, "out_shape": [3]},
-            {"op": "EMBED", "args": [{"s": 0}, {"in": 1}], "out": "final"},
-        ]
-    }
+    recipe = spelled_steps([
+        {"op": "SAMPLE_ARGMAX", "args": [{"in": 0}], "out": 0, "out_shape": [3]},
+        {"op": "EMBED", "args": [{"s": 0}, {"in": 1}], "out": "final"},
+    ])
     run = Run(K.FUSED, (LOGITS, TABLE), (X,), 0, (), "gather", (Tile({"recipe": recipe}, 0, 0),) * 2)
     assert weight_bytes_read(MegakernelProgram(buffers=BUFFERS, tasks=Runs([run], [0, 1]))) == 6 * ROW
 

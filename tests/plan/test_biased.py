@@ -31,7 +31,7 @@ def biased(program: MegakernelProgram) -> list[Form]:
     """What tasks that multiply by a quantised matrix and have a bias run."""
     wanted = {"COPY", "DEQUANT"}
     forms = make_nodes(program, make_plan(program).grouping)[1]
-    found = [form for form in forms if form.recipe and wanted <= {step["op"] for step in form.recipe["steps"]}]
+    found = [form for form in forms if form.recipe and wanted <= {step.op.name for step in form.recipe.steps}]
     return [form for form in found if any(each.shape in ((256,), (128,)) for each in form.inputs[3:])]
 
 

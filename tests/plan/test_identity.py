@@ -10,6 +10,7 @@ from flywheel.ir import (
     TARGETS,
     Counter,
     DType,
+    InstructionKind,
     MegakernelProgram,
     MemSpace,
     PageAllocation,
@@ -18,6 +19,7 @@ from flywheel.ir import (
     program_from_json,
     program_to_json,
 )
+from flywheel.ir.recipe import recipe_of
 from flywheel.plan import program_id, variant_of
 from flywheel.plan.identity import _variant_text
 
@@ -59,8 +61,8 @@ def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task:
     stream = config.tiling.get("stream", {})
     pages = tiny.pages or PageAllocation({}, ())
     tasks = list(tiny.tasks)
-    recipe = {"steps": [dict(step) for step in tasks[8].params["recipe"]["steps"]]}
-    recipe["steps"][2]["op"] = "MUL"
+    *others, last = tasks[8].params["recipe"].steps
+    recipe = recipe_of([*others, replace(last, op=InstructionKind.MUL)])
     different = [
         tiny,
         replace(tiny, target=TARGETS["h200"]),

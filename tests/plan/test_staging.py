@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, MegakernelProgram, Task
+from flywheel.ir.recipe import recipe_from_dict
 from flywheel.plan.staging import (
     MAX_INPUT_ROWS_BYTES,
     MAX_STAGED_BYTES,
@@ -47,9 +48,10 @@ def test_an_operand_made_by_its_recipe_is_staged_in_the_type_of_its_weight() -> 
         Buffer(0, "x", BufferKind.IO_INPUT, DType.F32, (1, 10000)),
         Buffer(1, "w", BufferKind.WEIGHT, DType.BF16, (8, 10000)),
     ]
-    params = {"N_tile": 8, "n_off": 0, "recipe": {"steps": steps}}
+    params = {"N_tile": 8, "n_off": 0, "recipe": recipe_from_dict({"steps": steps})}
     assert staged_bytes(operands_of([Task(0, InstructionKind.FUSED, (0, 1), (2,), 0, params=params)], buffers)) == 20000
     steps[0]["out_shape"] = [8, 10000]
+    params["recipe"] = recipe_from_dict({"steps": steps})
     assert staged_bytes(operands_of([Task(0, InstructionKind.FUSED, (0, 1), (2,), 0, params=params)], buffers)) == (
         MAX_STAGED_ROWS_BYTES
     )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from flywheel.interop.mpk.roles import Part
 from flywheel.ir import DType, InstructionKind
-from flywheel.ir.recipe import Arg, RecipeBuilder
+from flywheel.ir.recipe import FINAL, Arg, Output, Recipe, RecipeBuilder
 from flywheel.models.graph import Graph, Op
 
 _K: Final = InstructionKind
@@ -35,7 +35,7 @@ class Recipes:
         self._over = {} if step.batch == 1 else {"M_tile": step.batch}
         self._matrix = _K.GEMV_TILE if step.batch == 1 else _K.GEMM_TILE
         self._vocab = step.epilogue.tensors["logits"].width
-        self._known: dict[tuple[str, int], tuple[dict[str, Any], tuple[str, ...]]] = {}
+        self._known: dict[tuple[str, int], tuple[Recipe, tuple[str, ...]]] = {}
 
     def works(self, part: Part) -> list[Work]:
         """The tasks of a part: one, but for the choice of tokens one for each sequence."""
@@ -73,11 +73,11 @@ class Recipes:
         args = [builder.operand(name) for name in op.inputs]
         product = self._step_of(builder, self._matrix, args, rows, {**op.params, **self._over})
         residual = self._columns(builder, add.inputs[1], rows)
-        self._step_of(builder, add.kind, [product, residual], rows, add.params, "final")
+        self._step_of(builder, add.kind, [product, residual], rows, add.params, FINAL)
 
     def _silu(self, builder: RecipeBuilder, op: Op, rows: int) -> None:
         args = [self._columns(builder, name, rows) for name in op.inputs]
-        self._step_of(builder, op.kind, args, rows, op.params, "final")
+        self._step_of(builder, op.kind, args, rows, op.params, FINAL)
 
     def _columns(self, builder: RecipeBuilder, name: str, rows: int) -> Arg:
         """The task's own columns of each row."""
@@ -85,7 +85,7 @@ class Recipes:
 
     def _step_of(
         self, builder: RecipeBuilder, kind: InstructionKind, args: list[Arg], width: int, params: Mapping[str, Any],
-        out: str | None = None,
+        out: Output | None = None,
     ) -> Arg:  # fmt: skip
         return builder.step(kind, args, width, self._step.dtype, params, out, self._step.batch)
 
@@ -105,13 +105,13 @@ class Recipes:
             key = self._headwise(builder, "k_norm", key, width)
         key = self._headwise(builder, "k_rope", key, width, turn)
         rows = step.context * width
-        builder.step(_K.KV_APPEND, [key, builder.operand(caches[0])], rows, dtype, {}, {"out": 1})
+        builder.step(_K.KV_APPEND, [key, builder.operand(caches[0])], rows, dtype, {}, Output(1))
         value = builder.columns("v", stream * width, width, dtype)
-        builder.step(_K.KV_APPEND, [value, builder.operand(caches[1])], rows, dtype, {}, {"out": 2})
+        builder.step(_K.KV_APPEND, [value, builder.operand(caches[1])], rows, dtype, {}, Output(2))
         query = self._headwise(builder, "q_rope", query, group, turn)
         own = {"head_dim": width, "n_heads": step.group, "n_kv_heads": 1, "scale": ops["attention"].params["scale"]}
         attended = [query, *(builder.operand(name) for name in caches)]
-        builder.step(_K.ATTENTION_TILE, attended, group, dtype, own, "final")
+        builder.step(_K.ATTENTION_TILE, attended, group, dtype, own, FINAL)
         window = {"kv_start": 0, "kv_len": step.context, "pos": step.context - 1}
         window |= {} if step.batch == 1 else {"sequence": row}
         params = {**window, "N_tile": group, "n_off": stream * group, "recipe": builder.build()}
@@ -129,7 +129,7 @@ class Recipes:
         builder = RecipeBuilder()
         (name,) = op.inputs
         logits = builder.columns(name, row * self._vocab, self._vocab, DType.F32)
-        builder.step(op.kind, [logits], 1, DType.I32, op.params, "final")
+        builder.step(op.kind, [logits], 1, DType.I32, op.params, FINAL)
         return Work(_K.FUSED, op.inputs, (op.output,), {"N_tile": 1, "n_off": row, "recipe": builder.build()}, 0,
                     self._vocab)  # fmt: skip
 

@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from flywheel.ir.access import tile, tile_rows
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.opcodes import INHERITED_PARAMS, InstructionKind
+from flywheel.ir.recipe import FINAL, Arg, Input, Output, Target, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.operands import Fault, converts, operand_faults
-from flywheel.ir.validate.recipe import Recipe, Slot, Step
 
 
 def bound_faults(
-    task: Task, recipe: Recipe | None, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
+    task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
 ) -> Iterator[Fault]:
     """The faults of a task's operands by the table of operations."""
-    if recipe is not None:
-        yield from _recipe_faults(task.params, recipe, inputs, outputs)
+    if task.op is InstructionKind.FUSED:
+        yield from _recipe_faults(task, inputs, outputs)
     elif outputs:
         yield from operand_faults(task.op, task.params, inputs, outputs[0])
 
 
-def _recipe_faults(
-    params: Mapping[str, Any], recipe: Recipe, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
-) -> Iterator[Fault]:
-    inherited = {name: params[name] for name in INHERITED_PARAMS & params.keys()}
-    values: dict[Slot, Buffer] = {("in", number): buffer for number, buffer in enumerate(inputs)}
-    for index, step in enumerate(recipe.steps):
-        values[step.out] = step.result
-        faults = list(
-            operand_faults(
-                step.op, {**inherited, **step.params}, [values[arg] for arg in step.args], step.result, is_step=True
-            )
-        )
-        if step.out[0] == "out" and step.op is not InstructionKind.KV_APPEND:
-            columns = tile(params) if step.out[1] == 0 else None
-            faults += _output_faults(step, outputs[step.out[1]], columns, tile_rows(params))
+def _recipe_faults(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Iterator[Fault]:
+    inherited = {name: task.params[name] for name in INHERITED_PARAMS & task.params.keys()}
+    values: dict[Arg | Target, Buffer] = {Input(number): buffer for number, buffer in enumerate(inputs)}
+    for index, step in enumerate(recipe_steps(task)):
+        result = values[step.out] = step.result(index)
+        params, args = {**inherited, **step.params}, [values[arg] for arg in step.args]
+        faults = list(operand_faults(step.op, params, args, result, is_step=True))
+        if isinstance(step.out, Output) and step.op is not InstructionKind.KV_APPEND:
+            columns = tile(task.params) if step.out == FINAL else None
+            faults += _output_faults(result, outputs[step.out.index], columns, tile_rows(task.params))
         for code, text in faults:
             yield code, f"step {index}: {step.op.name}: {text}"
 
 
-def _output_faults(step: Step, output: Buffer, columns: tuple[int, int] | None, rows: int) -> Iterator[Fault]:
+def _output_faults(result: Buffer, output: Buffer, columns: tuple[int, int] | None, rows: int) -> Iterator[Fault]:
     """Faults of a recipe's result, which must fill exactly the columns that count as written, in each of `rows`
     rows."""
-    made, name = step.result.numel, f"{output.name} {list(output.shape)}"
-    if not converts(step.result.dtype, output.dtype):
-        yield "operand-type", f"makes {step.result.dtype.name} for {name}, which is {output.dtype.name}"
+    made, name = result.numel, f"{output.name} {list(output.shape)}"
+    if not converts(result.dtype, output.dtype):
+        yield "operand-type", f"makes {result.dtype.name} for {name}, which is {output.dtype.name}"
     if columns is None or output.kind is BufferKind.KV_CACHE:
         if made != output.numel:
             yield "operand-size", f"makes {made} elements for the {output.numel} of {name}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from flywheel.ir.access import reads_window
@@ -17,11 +16,10 @@ from flywheel.ir.lanes import lane_of, lanes_of_caches
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import APPENDS
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.sequences import tasks_with
-
-_APPENDS = frozenset(op.name for op in APPENDS)
 
 
 def check_lanes(program: MegakernelProgram, findings: Findings) -> None:
@@ -60,33 +58,27 @@ def _report(task: Task, cache: Buffer, fault: str, findings: Findings) -> None:
 class _Use:
     """A step that reads a cache as its operand `place`."""
 
-    op: str
+    op: InstructionKind
     place: int
     params: Mapping[str, Any]
-    args: list[dict[str, int]]
-    out: object
-
-
-def _steps(task: Task) -> list[Mapping[str, Any]]:
-    """A task's steps; of a plain operation it is one."""
-    if task.op is InstructionKind.FUSED:
-        steps: list[Mapping[str, Any]] = task.params["recipe"]["steps"]
-        return steps
-    args = [{"in": place} for place in range(len(task.inputs))]
-    return [{"op": task.op.name, "args": args, "out": "final"}]
+    args: tuple[Arg, ...]
 
 
 def _uses(task: Task, cache: int) -> Iterator[_Use]:
-    for step in _steps(task):
-        for place, arg in enumerate(step["args"]):
-            if "in" in arg and task.inputs[arg["in"]] == cache:
-                yield _Use(step["op"], place, step.get("params", {}), step["args"], step["out"])
+    """How the steps of a task read a cache; a plain operation is one step."""
+    if task.op is not InstructionKind.FUSED:
+        args = tuple(map(Input, range(len(task.inputs))))
+        yield from [_Use(task.op, place, {}, args) for place, number in enumerate(task.inputs) if number == cache]
+    for step in recipe_steps(task):
+        for place, arg in enumerate(step.args):
+            if isinstance(arg, Input) and task.inputs[arg.index] == cache:
+                yield _Use(step.op, place, step.params, step.args)
 
 
 def _append_fault(task: Task, cache: int, buffers: Mapping[int, Buffer]) -> str | None:
     """What is wrong with a task that writes a cache, or None."""
     uses = list(_uses(task, cache))
-    if len(uses) != 1 or uses[0].op not in _APPENDS:
+    if len(uses) != 1 or uses[0].op not in APPENDS:
         return "is written by something else than one KV_APPEND, or read by what appends to it"
     (use,) = uses
     if "pos" in use.params or "pos" not in task.params or "kv_rows" in task.params:
@@ -97,11 +89,10 @@ def _append_fault(task: Task, cache: int, buffers: Mapping[int, Buffer]) -> str 
     return None
 
 
-def _numel(arg: Mapping[str, int], task: Task, buffers: Mapping[int, Buffer]) -> int:
-    if "in" in arg:
-        return buffers[task.inputs[arg["in"]]].numel
-    shape: list[int] = next(step["out_shape"] for step in _steps(task) if step["out"] == arg["s"])
-    return prod(shape)
+def _numel(arg: Arg, task: Task, buffers: Mapping[int, Buffer]) -> int:
+    if isinstance(arg, Input):
+        return buffers[task.inputs[arg.index]].numel
+    return next(step.numel for step in recipe_steps(task) if step.out == arg)
 
 
 def _base(task: Task) -> tuple[int, Task]:
@@ -121,7 +112,7 @@ def _window_fault(task: Task, cache: int) -> str | None:
     """What is wrong with how a task that does not write a cache reads it, or None."""
     for use in _uses(task, cache):
         if not reads_window(use.op, use.place) or {"kv_start", "kv_len"} & use.params.keys():
-            return f"is read by {use.op} otherwise than in the task's window"
+            return f"is read by {use.op.name} otherwise than in the task's window"
     if "kv_rows" in task.params:
         return "is read by kv_rows, which says nothing of lanes"
     if "kv_len" not in task.params or "kv_start" not in task.params:

@@ -59,7 +59,7 @@ def _distinct(tasks: Sequence[Task]) -> Sequence[Task]:
     """One task for all tasks with the same op, operands, counter, recipe, column params and rank."""
     keys = [
         (
-            t.op, id(t.inputs), id(t.outputs), t.out_counter, id(t.params.get("recipe")), "n_off" in t.params,
+            t.op, id(t.inputs), id(t.outputs), t.out_counter, t.params.get("recipe"), "n_off" in t.params,
             "N_tile" in t.params, t.params.get("M_tile"), t.rank,
         )
         for t in tasks

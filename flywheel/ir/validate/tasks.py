@@ -15,11 +15,12 @@ from flywheel.ir.dtype import READONLY_KINDS, BufferKind, DType
 from flywheel.ir.opcodes import TASK_PARAM_FIELDS, InstructionKind
 from flywheel.ir.operations import OPERATIONS
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.recipe import Recipe
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.bounds import bound_faults
 from flywheel.ir.validate.findings import Finding, Findings
 from flywheel.ir.validate.params import check_params
-from flywheel.ir.validate.recipe import Recipe, read_recipe
+from flywheel.ir.validate.recipe import check_recipe
 from flywheel.ir.version import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_WAITS
 
 _ARITY: Final = {op: (*row.arity, *row.n_outputs) for op, row in OPERATIONS.items()}
@@ -69,7 +70,7 @@ def task_findings(task: Task, buffers: Mapping[int, Buffer]) -> list[Finding]:
     if not findings.errors:
         check_params(task, TASK_PARAM_FIELDS, OPERATIONS[task.op].params, findings)
     if not findings.errors:
-        _check_task_bounds(task, {}, buffers, findings)
+        _check_task_bounds(task, buffers, findings)
     return findings.errors
 
 
@@ -136,27 +137,21 @@ def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int
 
     Of tiles that differ by `n_off` alone, the last one reaches furthest. The others are checked only if it has a fault.
     """
-    recipes: dict[int, Recipe | None] = {}
-    values: dict[int, object] = {}
     alike: dict[tuple[object, ...], list[Task]] = {}
     for (_, shape), task in distinct.items():
         params = task.params
         rest = tuple([item for item in params.items() if item[0] in TASK_PARAM_FIELDS and item[0] != "n_off"])
-        recipe = params.get("recipe")
-        if id(recipe) not in values:
-            values[id(recipe)] = _value(recipe)
-        key = (int(task.op), shape, values[id(recipe)], "n_off" in params, rest)
+        key = (int(task.op), shape, _identity(params.get("recipe")), "n_off" in params, rest)
         alike.setdefault(key, []).append(task)
     for tiles in alike.values():
         before, last = len(findings.errors), max(tiles, key=_first_column)
         if _is_known_to_keep_bounds(last, buffers):
             continue
-        _check_task_bounds(last, recipes, buffers, findings)
+        _check_task_bounds(last, buffers, findings)
         if len(findings.errors) > before:
             del findings.errors[before:]
-            again: dict[int, Recipe | None] = {}
             for task in tiles:
-                _check_task_bounds(task, again, buffers, findings)
+                _check_task_bounds(task, buffers, findings)
                 if findings.full:
                     return
 
@@ -164,33 +159,39 @@ def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int
 def _is_known_to_keep_bounds(task: Task, buffers: Mapping[int, Buffer]) -> bool:
     """Whether a like task, perhaps of another program, was found to be without faults."""
     try:
-        params = dumps(task.params, 2)  # type: ignore[arg-type]  # what it cannot write raises
+        plain = dumps({name: value for name, value in task.params.items() if name != "recipe"}, 2)
     except ValueError:  # not of plain values
+        return False
+    recipe = task.params.get("recipe")
+    if "recipe" in task.params and type(recipe) is not Recipe:
         return False
     operands = (*task.inputs, *task.outputs)
     looks = tuple([(b.kind, b.dtype, tuple(b.shape)) for b in map(buffers.__getitem__, operands)])
     same = tuple([operands.index(number) for number in operands])
-    return _keeps_bounds(task.op, params, looks, same, len(task.inputs))
+    return _keeps_bounds(task.op, plain, recipe, looks, same, len(task.inputs))
 
 
 @lru_cache(maxsize=1 << 14)
 def _keeps_bounds(
-    op: InstructionKind, params: bytes, looks: tuple[_Look, ...], same: tuple[int, ...], n_inputs: int
+    op: InstructionKind,
+    plain: bytes,
+    recipe: Recipe | None,
+    looks: tuple[_Look, ...],
+    same: tuple[int, ...],
+    n_inputs: int,
 ) -> bool:
     """Whether the bounds of a task with such params and operands are without faults. Programs of one search share most
     of them."""
     buffers = {number: Buffer(number, "", *look) for number, look in zip(same, looks, strict=True)}
     findings = Findings(strict=True)
-    _check_task_bounds(Task(0, op, same[:n_inputs], same[n_inputs:], 0, (), loads(params)), {}, buffers, findings)
+    params = loads(plain) | ({} if recipe is None else {"recipe": recipe})
+    _check_task_bounds(Task(0, op, same[:n_inputs], same[n_inputs:], 0, (), params), buffers, findings)
     return not findings.errors and not findings.warnings
 
 
-def _value(recipe: object) -> object:
-    """A value that is equal for equal recipes of plain values; for anything else the object's own."""
-    try:
-        return dumps(recipe, 2)  # type: ignore[arg-type]  # what it cannot write raises
-    except ValueError:
-        return id(recipe)
+def _identity(recipe: object) -> object:
+    """The recipe; for anything else, which may have no hash, the object's own number."""
+    return recipe if type(recipe) is Recipe else id(recipe)
 
 
 def _first_column(task: Task) -> int:
@@ -198,20 +199,12 @@ def _first_column(task: Task) -> int:
     return column
 
 
-def _check_task_bounds(
-    task: Task, recipes: dict[int, Recipe | None], buffers: Mapping[int, Buffer], findings: Findings
-) -> None:
-    recipe = None
-    if task.op is InstructionKind.FUSED:
-        data = task.params["recipe"]
-        if id(data) not in recipes:
-            recipes[id(data)] = read_recipe(task, data, findings)
-        recipe = recipes[id(data)]
-        if recipe is None or not recipe.check_task(task, findings):
-            return
+def _check_task_bounds(task: Task, buffers: Mapping[int, Buffer], findings: Findings) -> None:
+    if task.op is InstructionKind.FUSED and not check_recipe(task, findings):
+        return
     inputs = [buffers[number] for number in task.inputs]
     outputs = [buffers[number] for number in task.outputs]
-    for code, text in bound_faults(task, recipe, inputs, outputs):
+    for code, text in bound_faults(task, inputs, outputs):
         findings.error(code, f"{_name(task)}: {text}", task.id)
 
 

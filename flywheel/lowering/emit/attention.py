@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
-from flywheel.ir.recipe import Arg, RecipeBuilder
+from flywheel.ir.recipe import FINAL, Arg, Output, Recipe, RecipeBuilder
 from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
 from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.lowering.work import TileSet, one_tile
@@ -87,7 +87,7 @@ def _emit_merge(scope: Scope, parts: Sequence[str], output: str, stage: str, hea
                        one_tile(scope.heads(), 0, flops))  # fmt: skip
     builder = RecipeBuilder()
     args = [builder.columns(part, head * row, row, scope.tensor(part).dtype) for part in parts]
-    builder.step(_K.ATTENTION_COMBINE, args, width, scope.tensor(output).dtype, scope.heads(1), "final")
+    builder.step(_K.ATTENTION_COMBINE, args, width, scope.tensor(output).dtype, scope.heads(1), FINAL)
     params = {"N_tile": width, "n_off": head * width, "recipe": builder.build()}
     return TileSet(COMBINE, stage, _K.FUSED, tuple(builder.inputs), (output,), signal, one_tile(params, 0, flops))
 
@@ -113,7 +113,7 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
         made = _own_position(scope, builder, ops, head)
         for index, op in enumerate(appends):
             rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
-            _append(scope, builder, op, rows, head, "final" if index == 0 else {"out": index})
+            _append(scope, builder, op, rows, head, Output(index))
         own = _sequence(scope, head)
         params = {**own, "pos": pos + own.get("lane", 0), "recipe": builder.build()}
         flops = 8 * graph.head_dim
@@ -184,7 +184,7 @@ def _past_blocks(scope: Scope) -> list[tuple[int, int]]:
 
 def _attend_recipe(
     scope: Scope, ops: dict[str, Op], head: int, output: str
-) -> tuple[dict[str, object], tuple[str, ...], int]:
+) -> tuple[Recipe, tuple[str, ...], int]:
     """The recipe of one head's tiles, its operands and its columns. The tiles differ in their windows alone."""
     builder = RecipeBuilder()
     width = _attend(scope, builder, ops, head, output, _own_position(scope, builder, ops, head))
@@ -206,7 +206,7 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
         made[name] = _head_value(scope, builder, ops, name, head, graph.group * graph.head_dim, made)
     for index, name in enumerate(("k_append", "v_append")):
         rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim, made)
-        _append(scope, builder, ops[name], rows, head, {"out": index + 1})
+        _append(scope, builder, ops[name], rows, head, Output(index + 1))
     width = _attend(scope, builder, ops, head, output, made)
     window = {"kv_start": 0, "kv_len": graph.context}
     if not whole:
@@ -219,7 +219,7 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
                    one_tile(params, tile_bytes, flops))  # fmt: skip
 
 
-def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: str | dict[str, int]) -> None:
+def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: Output) -> None:
     cache = builder.operand(_cache(scope, op, head))
     width = scope.graph.context * scope.graph.head_dim
     builder.step(_K.KV_APPEND, [rows, cache], width, scope.dtype, {}, out)
@@ -244,7 +244,7 @@ def _attend(
     extra = 0 if output == attention.output else PARTIAL_EXTRA
     width = graph.group * (graph.head_dim + extra)
     own: dict[str, Any] = {**scope.heads(1), "scale": attention.params["scale"]}
-    builder.step(_K.ATTENTION_TILE, [query, *caches], width, scope.tensor(output).dtype, own, "final")
+    builder.step(_K.ATTENTION_TILE, [query, *caches], width, scope.tensor(output).dtype, own, FINAL)
     return width
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from flywheel.ir import InstructionKind, Stretch, Tiles
-from flywheel.ir.recipe import RecipeBuilder
+from flywheel.ir.recipe import FINAL, Recipe, RecipeBuilder
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Op
@@ -49,17 +49,17 @@ def _tiles(scope: Scope, op: Op, pushed: str | None) -> Tiles:
     return Tiles(stretches)
 
 
-def _copy(scope: Scope, name: str, rows: int, own: dict[str, int]) -> dict[str, Any]:
+def _copy(scope: Scope, name: str, rows: int, own: dict[str, int]) -> Recipe:
     builder = RecipeBuilder()
-    builder.step(_K.COPY, [builder.operand(name)], rows, scope.tensor(name).dtype, own, "final", scope.graph.batch)
+    builder.step(_K.COPY, [builder.operand(name)], rows, scope.tensor(name).dtype, own, FINAL, scope.graph.batch)
     return builder.build()
 
 
-def _sum(scope: Scope, op: Op, rows: int, own: dict[str, int]) -> dict[str, Any]:
+def _sum(scope: Scope, op: Op, rows: int, own: dict[str, int]) -> Recipe:
     builder, batch = RecipeBuilder(), scope.graph.batch
     args = [
         builder.step(_K.COPY, [builder.operand(name)], rows, scope.tensor(name).dtype, own, rows=batch)
         for name in op.inputs
     ]
-    builder.step(op.kind, args, rows, scope.tensor(op.output).dtype, {}, "final", batch)
+    builder.step(op.kind, args, rows, scope.tensor(op.output).dtype, {}, FINAL, batch)
     return builder.build()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind
 from flywheel.ir.opcodes import PARAM_FIELDS
-from flywheel.ir.recipe import RecipeBuilder
+from flywheel.ir.recipe import FINAL, RecipeBuilder
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.work import TileSet, one_tile
 from flywheel.models.graph import Op
@@ -23,7 +23,7 @@ def emit_single(scope: Scope, op: Op) -> list[TileSet]:
     if _RECIPE_ONLY & params.keys():
         builder = RecipeBuilder(op.inputs)
         args = [builder.operand(name) for name in op.inputs]
-        builder.step(op.kind, args, output.width, output.dtype, op.params, "final", scope.graph.batch)
+        builder.step(op.kind, args, output.width, output.dtype, op.params, FINAL, scope.graph.batch)
         kind, params = InstructionKind.FUSED, {"recipe": builder.build()}
     return [TileSet(op.name, op.name, kind, inputs, (op.output,), op.name, one_tile(params, streamed, read))]
 
@@ -35,7 +35,7 @@ def _emit_argmax(scope: Scope, op: Op) -> list[TileSet]:
     for row in range(scope.graph.batch):
         builder = RecipeBuilder()
         logits = builder.columns(name, row * width, width, scope.tensor(name).dtype)
-        builder.step(op.kind, [logits], 1, scope.tensor(op.output).dtype, op.params, "final")
+        builder.step(op.kind, [logits], 1, scope.tensor(op.output).dtype, op.params, FINAL)
         params = {"N_tile": 1, "n_off": row, "recipe": builder.build()}
         sets.append(TileSet(op.name, op.name, InstructionKind.FUSED, op.inputs, (op.output,), op.name,
                             one_tile(params, 0, width)))  # fmt: skip

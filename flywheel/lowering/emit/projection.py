@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flywheel.errors import ConfigError
 from flywheel.ir import DType, InstructionKind, Stretch, Tiles
-from flywheel.ir.recipe import Arg, RecipeBuilder
+from flywheel.ir.recipe import FINAL, Arg, Recipe, RecipeBuilder
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import Group
 from flywheel.lowering.work import TileSet
@@ -66,7 +66,7 @@ def _emit_unit(
 
 def _recipe(
     scope: Scope, before: Sequence[Op], anchors: Sequence[Op], after: Sequence[Op], partials: Sequence[str], rows: int
-) -> tuple[dict[str, object], tuple[str, ...]]:
+) -> tuple[Recipe, tuple[str, ...]]:
     builder = RecipeBuilder()
     values: dict[str, Arg] = {}
     batch = scope.graph.batch
@@ -83,7 +83,7 @@ def _recipe(
     dtype = scope.tensor(final.output).dtype
     for op in anchors:
         args = [values.get(op.inputs[0]) or builder.operand(op.inputs[0]), *_weights(scope, builder, op, rows)]
-        out = "final" if op is final else None
+        out = FINAL if op is final else None
         first = {} if scope.tensor(op.inputs[1]).format is None else {"n_off": 0}
         params = {**op.params, **first, **_over_rows(batch)}
         values[op.output] = builder.step(
@@ -91,7 +91,7 @@ def _recipe(
         )
     for op in after:
         args = [values.get(operand) or _own_columns(builder, operand, rows, scope) for operand in op.inputs]
-        out = "final" if op is final else None
+        out = FINAL if op is final else None
         values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out, batch)
     return builder.build(), tuple(builder.inputs)
 

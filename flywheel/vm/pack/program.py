@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError
-from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
+from flywheel.ir import DType, MegakernelProgram, Task
 from flywheel.ir.access import WHOLE, Region, written_region
 from flywheel.ir.positions import last_position
+from flywheel.ir.recipe import recipe_steps
 from flywheel.plan import KernelVariant
 from flywheel.plan.handoff import columns_of
 from flywheel.plan.nodes import Grouping, Node
@@ -290,12 +291,7 @@ def _overlap(columns: Sequence[Region]) -> bool:
 
 def _fixed(tasks: Sequence[Task]) -> str | None:
     """The name of the first of `tasks` whose recipe fixes `pos` or `kv_len`."""
-    seen: set[int] = set()
     for task in tasks:
-        if task.op is not InstructionKind.FUSED or id(task.params["recipe"]) in seen:
-            continue
-        seen.add(id(task.params["recipe"]))
-        for step in task.params["recipe"]["steps"]:
-            if {"pos", "kv_len"} & step.get("params", {}).keys():
-                return f"task {task.id} ({task.label})"
+        if any({"pos", "kv_len"} & step.params.keys() for step in recipe_steps(task)):
+            return f"task {task.id} ({task.label})"
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.access import MATRIX_OPS, tile, tile_rows
+from flywheel.ir.recipe import Output, RecipeStep, Scratch, Target, recipe_steps
 from flywheel.ir.validate.tasks import task_findings
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference.memory import scratch
@@ -59,32 +59,29 @@ class Binder:
 
     def _bind_recipe(self, task: Task) -> list[Call]:
         inherited = {name: task.params[name] for name in INHERITED_PARAMS if name in task.params}
-        slots: dict[int, Tensor] = {}
+        slots: dict[Target, Tensor] = {}
         calls: list[Call] = []
-        for index, step in enumerate(task.params["recipe"]["steps"]):
-            op = InstructionKind[step["op"]]
+        for index, step in enumerate(recipe_steps(task)):
             inputs = tuple(
-                [slots[arg["s"]] if "s" in arg else self._tensors[task.inputs[arg["in"]]] for arg in step["args"]]
+                [slots[arg] if isinstance(arg, Scratch) else self._tensors[task.inputs[arg.index]] for arg in step.args]
             )
-            out = step["out"]
-            target = None if type(out) is int else self._target(task, op, 0 if out == "final" else out["out"])
-            calls += self._bind_step(index, step, op, inputs, target, {**inherited, **step.get("params", {})}, slots)
+            target = self._target(task, step.out.index) if isinstance(step.out, Output) else None
+            calls += self._bind_step(index, step, inputs, target, {**inherited, **step.params}, slots)
         return calls
 
     def _bind_step(
         self,
         index: int,
-        step: Mapping[str, Any],
-        op: InstructionKind,
+        step: RecipeStep,
         inputs: tuple[Tensor, ...],
         target: Tensor | None,
         params: Params,
-        slots: dict[int, Tensor],
+        slots: dict[Target, Tensor],
     ) -> list[Call]:
         """The calls of one step. A second call rounds the result if its dtype is not the output's."""
+        op, shape, dtype = step.op, step.shape, step.dtype
         if op is _K.KV_APPEND and target is not None:
             return [(OPS[op], inputs, target, params)]
-        shape, dtype = tuple(step["out_shape"]), DType[step["out_dtype"]]
         moves: list[Call] = []
         fits = target is not None and target.numel() == torch.Size(shape).numel() and target.is_contiguous()
         if target is not None and fits and target.dtype is TORCH_DTYPES[dtype]:
@@ -92,13 +89,13 @@ class Binder:
         else:
             result = self._result(index, shape, dtype)
             if target is None:
-                slots[step["out"]] = result
+                slots[step.out] = result
             else:
                 moves.append((copy, (result,), target, {}))
         out = _tile_of(result, inputs[0], params, 0) if op in MATRIX_OPS else result
         return [(OPS[op], inputs, out, params), *moves]
 
-    def _target(self, task: Task, op: InstructionKind, place: int) -> Tensor:
+    def _target(self, task: Task, place: int) -> Tensor:
         """The part of `outputs[place]` that a step writes: the task's columns of the first output, all of any other and
         of a cache."""
         number = task.outputs[place]

@@ -202,7 +202,7 @@ def test_a_graph_that_leaves_out_rows_or_tokens_is_refused(
 def test_an_attention_is_one_task_with_its_appends(graph: Graphs) -> None:
     program = convert(graph("micro_2layer"), MICRO, H200, CONTEXT)
     task = next(task for task in program.tasks if task.label == "L0.attention")
-    steps = [step["op"] for step in task.params["recipe"]["steps"]]
+    steps = [step.op.name for step in task.params["recipe"].steps]
     assert task.op is InstructionKind.FUSED
     assert steps.count("KV_APPEND") == 2 and steps.count("RMSNORM") == 2 and steps[-1] == "ATTENTION_TILE"
 

@@ -20,6 +20,7 @@ from flywheel.ir import (
     Wait,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 
 _K, _B = InstructionKind, BufferKind
 HALF = 4
@@ -82,7 +83,7 @@ def _sum(columns: int, dtype: str) -> dict[str, Any]:
     ]  # fmt: skip
     args = [{"s": 0}, {"s": 1}]
     add = {"op": "ALLREDUCE_SHARD", "args": args, "out": "final", "params": {}, "out_shape": [HALF]}
-    return {"steps": [*steps, {**add, "out_dtype": "F32"}]}
+    return recipe_from_dict({"steps": [*steps, {**add, "out_dtype": "F32"}]})
 
 
 def summed(*recipes: dict[str, Any]) -> MegakernelProgram:

@@ -18,6 +18,7 @@ from flywheel.ir import (
     Task,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 
 _K = InstructionKind
 _F32, _I32, _U8, _I4 = DType.F32, DType.I32, DType.U8, DType.I4
@@ -66,7 +67,7 @@ def program(case: Case, *, fused: bool = False) -> MegakernelProgram:
     if fused:
         args = [{"in": place} for place in places]
         step = {"op": op.name, "args": args, "params": params, "out": "final"}
-        params = {"recipe": {"steps": [{**step, "out_shape": list(shape), "out_dtype": dtype.name}]}}
+        params = {"recipe": recipe_from_dict({"steps": [{**step, "out_shape": list(shape), "out_dtype": dtype.name}]})}
     task = Task(0, _K.FUSED if fused else op, places, (9,), 0, (), params, 0)
     return MegakernelProgram(target=TARGETS["h100"], buffers=buffers, counters=[Counter(0)], tasks=[task])
 
@@ -158,7 +159,7 @@ def test_a_fused_tile_fills_its_columns_of_every_row(params: dict[str, int], mad
         several = {"M_tile": own["M_tile"]}
         result = {"out_shape": list(shape), "out_dtype": "F32"}
         step = {"op": "COPY", "args": [{"in": 0}], "params": several, "out": "final", **result}
-        return Task(number, _K.FUSED, (0,), (9,), number, (), {**own, "recipe": {"steps": [step]}}, 0)
+        return Task(number, _K.FUSED, (0,), (9,), number, (), {**own, "recipe": recipe_from_dict({"steps": [step]})}, 0)
 
     buffers = [Buffer(0, "x", BufferKind.IO_INPUT, _F32, (2, 8)), Buffer(9, "y", BufferKind.IO_OUTPUT, _F32, (2, 8))]
     tasks = [task(0, {**ROWS, "n_off": 0}, (2, 4)), task(1, {**ROWS, **params}, made)]

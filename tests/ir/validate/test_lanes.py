@@ -25,6 +25,7 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.dag import dependency_edges
+from flywheel.ir.recipe import recipe_from_dict
 
 _K = InstructionKind
 ROWS = 8
@@ -117,7 +118,8 @@ def test_a_task_that_appends_to_a_cache_of_several_lanes_may_not_attend_to_it() 
         {"op": "ATTENTION_TILE", "args": [{"in": 0}, {"in": 1}, {"in": 1}], "out": "final", "out_shape": [1, 4],
          "params": {"head_dim": 4, "n_heads": 1, "n_kv_heads": 1, "scale": 0.5}, "out_dtype": "F32"},
     ]  # fmt: skip
-    params = {"recipe": {"steps": steps}, "pos": BASE + 1, "lane": 1, "kv_start": 0, "kv_len": BASE + 2}
+    params = {"pos": BASE + 1, "lane": 1, "kv_start": 0, "kv_len": BASE + 2}
+    params["recipe"] = recipe_from_dict({"steps": steps})
     both = Task(1, _K.FUSED, (0, 1), (OUT, 1), 1, (Wait(0, 1),), params)
     assert codes(append(0, 0), both) == {"kv-lane"}
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flywheel.ir import TARGETS, Buffer, BufferKind, Counter, DType, InstructionKind, MegakernelProgram, Task, validate
+from flywheel.ir.recipe import recipe_from_dict
 
 _F32, _BF16, _I32, _I4 = DType.F32, DType.BF16, DType.I32, DType.I4
 _IN, _OUT, _CACHE, _ACT = BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE, BufferKind.ACTIVATION
@@ -225,7 +226,7 @@ def test_integers_are_no_operands_of_arithmetic() -> None:
 
 def test_rope_is_scaled_by_all_of_its_params_or_none() -> None:
     step = {"op": "ROPE", "args": [{"in": 0}, {"in": 1}], "out": "final", "out_shape": [1, 8], "out_dtype": "F32"}
-    recipe = {"steps": [{**step, "params": {"head_dim": 8, "theta": 1e4, "rope_factor": 8.0}}]}
+    recipe = recipe_from_dict({"steps": [{**step, "params": {"head_dim": 8, "theta": 1e4, "rope_factor": 8.0}}]})
     code, text = only(program("FUSED", [f32(1, 8), (_IN, _I32, (1,))], OUT8, recipe=recipe))
     assert code == "bad-param"
     assert text.startswith("step 0: ROPE: rope_factor without all of rope_factor, rope_low_freq_factor,")

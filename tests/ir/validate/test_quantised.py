@@ -20,6 +20,7 @@ from flywheel.ir import (
     program_to_json,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 from flywheel.ir.work import Work, work_of
 
 ROWS, DEPTH, TILE = 24, 32, 8
@@ -48,7 +49,7 @@ def matrix(
         "op": "GEMV_TILE", "args": [{"in": 0}, {"s": 0}], "out": "final", "params": {"K": DEPTH, "n_off": 0},
         "out_shape": [1, TILE], "out_dtype": "BF16",
     }  # fmt: skip
-    recipe = {"steps": [dequant, product]}
+    recipe = recipe_from_dict({"steps": [dequant, product]})
     inputs = tuple(range(4 if zeros else 3))
     tasks = [
         Task(place, InstructionKind.FUSED, inputs, (9,), 0, (), {"n_off": n_off, "N_tile": TILE, "recipe": recipe}, 0)

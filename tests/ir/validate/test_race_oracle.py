@@ -22,6 +22,7 @@ from flywheel.ir import (
 )
 from flywheel.ir.dag import topological_positions
 from flywheel.ir.order import HappensBefore
+from flywheel.ir.recipe import recipe_from_dict
 from flywheel.ir.validate.sweep import Touches, sweep
 
 WIDTH = 8
@@ -94,7 +95,7 @@ def _body(dice: random.Random, written: list[int]) -> Body:
             {**step, "op": "ADD", "args": [{"s": 0}, {"s": 0}], "out": "final"},
         ]
         read = columns
-    params = {**tile, "recipe": {"steps": steps}}
+    params = {**tile, "recipe": recipe_from_dict({"steps": steps})}
     return InstructionKind.FUSED, (source,), (target,), params, [(source, read)], [(target, columns)]
 
 

@@ -19,6 +19,7 @@ from flywheel.ir import (
     simulate_adversarial,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 
 _K, _F32 = InstructionKind, DType.F32
 WIDTH = 4
@@ -92,7 +93,7 @@ def test_a_tile_may_be_rewritten_behind_its_reader_and_not_beside_it() -> None:
 
 def test_a_rewrite_of_other_columns_than_those_read_needs_no_order() -> None:
     step = {"op": "COPY", "args": [{"in": 0}], "out": "final", "out_shape": [1, 2], "out_dtype": "F32"}
-    half: dict[str, Any] = {"N_tile": 2, "recipe": {"steps": [step]}}
+    half: dict[str, Any] = {"N_tile": 2, "recipe": recipe_from_dict({"steps": [step]})}
 
     def slice_of(number: int, after: list[int], start: int) -> Task:
         return task(number, _K.FUSED, [B], Y, after, n_off=start, **half)
@@ -158,9 +159,9 @@ def drawn(dice: random.Random) -> list[tuple[Task, frozenset[int], frozenset[int
     return bodies
 
 
-WHOLE = {
+WHOLE = recipe_from_dict({
     "steps": [{"op": "COPY", "args": [{"in": 0}], "out": "final", "out_shape": [1, WIDTH], "out_dtype": "F32"}]
-}  # fmt: skip
+})  # fmt: skip
 
 
 def is_safe(bodies: list[tuple[Task, frozenset[int], frozenset[int]]]) -> bool:

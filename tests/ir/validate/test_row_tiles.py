@@ -19,6 +19,7 @@ from flywheel.ir import (
     simulate_adversarial,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 
 ROWS, WIDTH = 4, 8
 NUMEL = ROWS * WIDTH
@@ -63,10 +64,10 @@ def body(dice: random.Random, number: int, waits: tuple[Wait, ...], written: lis
     step = {"args": [{"in": 0}], "out": "final", "out_shape": [rows, width], "out_dtype": "F32"}
     if dice.random() < 0.5:
         whole = {**step, "op": "GELU", "out": 0, "out_shape": [ROWS, WIDTH]}
-        recipe = {"steps": [whole, {**step, "op": "COPY", "params": several, "args": [{"s": 0}]}]}
+        recipe = recipe_from_dict({"steps": [whole, {**step, "op": "COPY", "params": several, "args": [{"s": 0}]}]})
         reads = everything
     else:
-        recipe = {"steps": [{**step, "op": "COPY", "params": several}]}
+        recipe = recipe_from_dict({"steps": [{**step, "op": "COPY", "params": several}]})
         reads = made
     params = {**tile, **several, "recipe": recipe}
     return task(InstructionKind.FUSED, (source,), params), {source: reads}, {target: made}

@@ -22,6 +22,7 @@ from flywheel.ir import (
     simulate_adversarial,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 
 _K = InstructionKind
 
@@ -86,7 +87,7 @@ def test_what_may_reach_the_appended_rows_is_no_read_of_the_past() -> None:
     assert codes(program([append(0), past({"n_heads": 8}, inputs=(1, 1, 1))], wide)) == {"race-read"}
     written = {"op": "COPY", "args": [{"in": 0}], "out": "final", "params": {}, "out_shape": [4], "out_dtype": "F32"}
     for recipe in ({"steps": [{**written, "out_shape": [8, 1, 4], "args": [{"in": 1}]}]},):
-        whole = Task(0, _K.FUSED, (0, 1), (1,), 0, (), {"pos": 7, "recipe": recipe})
+        whole = Task(0, _K.FUSED, (0, 1), (1,), 0, (), {"pos": 7, "recipe": recipe_from_dict(recipe)})
         assert codes(program([whole, past({})], buffers)) == {"race-read"}
 
 
@@ -193,14 +194,15 @@ def test_one_row_and_several_rows_of_one_buffer_do_not_pass_for_disjoint_tiles()
     assert codes(program([gemm(0, 1, 0, 4), gemm(1, 1, 4, 4)], buffers)) == set()
     # Columns 4..8 of the first row are elements 4..8, which the second row's view shares.
     step = {"op": "COPY", "args": [{"in": 0}], "out": "final", "out_shape": [1, 4], "out_dtype": "F32"}
-    flat = Task(1, _K.FUSED, (2,), (3,), 1, (), {"n_off": 4, "N_tile": 4, "recipe": {"steps": [step]}})
+    recipe = recipe_from_dict({"steps": [step]})
+    flat = Task(1, _K.FUSED, (2,), (3,), 1, (), {"n_off": 4, "N_tile": 4, "recipe": recipe})
     assert codes(program([gemm(0, 1, 0, 4), flat], buffers)) == {"race-write"}
 
 
 def test_work_on_one_buffer_in_place_is_accepted_when_tiles_keep_to_their_columns() -> None:
     step = {"op": "COPY", "args": [{"in": 0}], "out": 0, "out_shape": [1, 4], "out_dtype": "F32"}
     double = {"op": "ADD", "args": [{"s": 0}, {"s": 0}], "out": "final", "out_shape": [1, 4], "out_dtype": "F32"}
-    recipe = {"steps": [step, double]}
+    recipe = recipe_from_dict({"steps": [step, double]})
     source = Buffer(0, "source", BufferKind.IO_INPUT, DType.F32, (1, 16))
     x = Buffer(1, "x", BufferKind.IO_OUTPUT, DType.F32, (1, 16))
     fill = Task(9, _K.COPY, (0,), (1,), 9)
@@ -209,7 +211,8 @@ def test_work_on_one_buffer_in_place_is_accepted_when_tiles_keep_to_their_column
         for i in range(4)
     ]
     assert codes(program([fill, *tiles], (source, x))) == set()
-    whole = {"steps": [{**step, "op": "GELU", "out_shape": [1, 16]}, {**step, "args": [{"s": 0}], "out": "final"}]}
+    steps = [{**step, "op": "GELU", "out_shape": [1, 16]}, {**step, "args": [{"s": 0}], "out": "final"}]
+    whole = recipe_from_dict({"steps": steps})
     greedy = replace(tiles[0], params={**tiles[0].params, "recipe": whole})
     assert codes(program([fill, greedy, *tiles[1:]], (source, x))) == {"race-read"}
 
@@ -220,7 +223,8 @@ def test_reading_columns_before_this_very_task_writes_them_is_rejected_when_stri
     x = Buffer(1, "x", BufferKind.IO_OUTPUT, DType.F32, (1, 16))
     row = Buffer(2, "row", BufferKind.IO_INPUT, DType.F32, (1, 8))
     half = Task(0, _K.GEMV_TILE, (2, 0), (1,), 0, (), {"K": 8, "n_off": 0, "N_tile": 8})
-    other = Task(1, _K.FUSED, (1,), (1,), 1, (Wait(0, 1),), {"n_off": 8, "N_tile": 8, "recipe": {"steps": [step]}})
+    recipe = recipe_from_dict({"steps": [step]})
+    other = Task(1, _K.FUSED, (1,), (1,), 1, (Wait(0, 1),), {"n_off": 8, "N_tile": 8, "recipe": recipe})
     result = validate(program([half, other], (source, x, row)), strict=True)
     assert {finding.code for finding in result.errors} == {"partial-write"}
 

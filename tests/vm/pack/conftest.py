@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from spelled import spelled
 from torch import Tensor
 
 from flywheel.ir import (
@@ -53,7 +54,7 @@ def assemble(
                 tuple(ids[name] for name in outputs),
                 number,
                 (Wait(number - 1, 1),) if number else (),
-                params,
+                spelled(params),
                 0,
                 label=f"t{number}",
             )

@@ -26,6 +26,7 @@ from flywheel.ir import (
     Wait,
     validate,
 )
+from flywheel.ir.recipe import recipe_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -210,7 +211,7 @@ def test_every_window_of_a_node_counts_for_what_its_tasks_wait_for(
     steps = [{"op": "ATTENTION_TILE", "args": [{"in": 0}, {"in": 1}, {"in": 2}], "out": "final",
               "params": {"head_dim": 32, "n_heads": 1, "n_kv_heads": 1, "scale": 1.0}, "out_shape": [1, 34],
               "out_dtype": "F32"}]  # fmt: skip
-    shared = {"recipe": {"steps": steps}, "N_tile": 34, "pos": end, "kv_rows": 1}
+    shared = {"recipe": recipe_from_dict({"steps": steps}), "N_tile": 34, "pos": end, "kv_rows": 1}
     tiles = [
         replace(attention, op=InstructionKind.FUSED, params={**shared, "n_off": 0, "kv_start": 0, "kv_len": 3}),
         replace(attention, op=InstructionKind.FUSED, params={**shared, "n_off": 34, "kv_start": 3, "kv_len": end - 3}),

@@ -28,6 +28,7 @@ from flywheel.ir import (
 )
 from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.numbered import as_runs
+from flywheel.ir.recipe import recipe_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
@@ -261,7 +262,7 @@ def test_a_product_with_columns_of_its_own_leaves_its_sum_alone() -> None:
             "op": "GEMV_TILE", "args": [{"in": 0}, {"in": 1}], "out": "final", "out_shape": [1, 32],
             "params": {"K": task.params["K"], "n_off": 0, "N_tile": 32}, "out_dtype": "F32",
         }  # fmt: skip
-        params = {"n_off": 32, "N_tile": 32, "recipe": {"steps": [step]}}
+        params = {"n_off": 32, "N_tile": 32, "recipe": recipe_from_dict({"steps": [step]})}
         tasks[place] = replace(task, op=InstructionKind.FUSED, params=params)
         return tasks
 
@@ -341,7 +342,7 @@ def test_only_the_tiles_that_no_product_stores_are_pushed() -> None:
             "params": {"K": task.params["K"]}, "out_dtype": "F32",
         }  # fmt: skip
         last = {"op": "GELU", "args": [{"s": 0}], "out": "final", "out_shape": [1, 32], "out_dtype": "F32"}
-        params = {"n_off": 32, "N_tile": 32, "recipe": {"steps": [product, last]}}
+        params = {"n_off": 32, "N_tile": 32, "recipe": recipe_from_dict({"steps": [product, last]})}
         tasks[place] = replace(task, op=InstructionKind.FUSED, params=params)
         return tasks
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flywheel.ir import TARGETS, BufferKind, DType, InstructionKind, MegakernelProgram, ScheduleConfig, Task
+from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig, Task
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -34,15 +35,13 @@ Fragment = tuple[int, int, int]  # buffer row, row block, fragment along K
 def needed(task: Task) -> Counter[Fragment]:
     """Fragments that a task multiplies, by the format alone."""
     params = task.params
-    steps = params["recipe"]["steps"] if task.op is InstructionKind.FUSED else [
-        {"op": task.op.name, "args": [{"in": 0}, {"in": 1}], "params": params}]  # fmt: skip
+    products = [(Input(1), params)] if task.op in MATRIX_OPS else [
+        (step.args[1], {**params, **step.params}) for step in recipe_steps(task) if step.op in MATRIX_OPS]  # fmt: skip
     fragments: Counter[Fragment] = Counter()
-    for step in steps:
-        if InstructionKind[step["op"]] in MATRIX_OPS:
-            own = {**params, **step["params"]}
-            first, last = own["n_off"] // 16, (own["n_off"] + own["N_tile"] - 1) // 16
-            for block in range(first, last + 1):
-                fragments.update((task.inputs[step["args"][1]["in"]], block, k) for k in range(-(-own["K"] // 16)))
+    for weight, own in products:
+        first, last = own["n_off"] // 16, (own["n_off"] + own["N_tile"] - 1) // 16
+        for block in range(first, last + 1):
+            fragments.update((task.inputs[weight.index], block, k) for k in range(-(-own["K"] // 16)))
     return fragments
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from spelled import spelled
 from torch import Tensor
 
 from flywheel.ir import (
@@ -80,7 +81,7 @@ def chain() -> Callable[..., MegakernelProgram]:
                     tuple(ids[name] for name in ([outputs] if isinstance(outputs, str) else outputs)),
                     number,
                     (Wait(number - 1, 1),) if number else (),
-                    params,
+                    spelled(params),
                     label=f"t{number}",
                 )
                 for number, (op, inputs, outputs, params) in enumerate(tasks)
