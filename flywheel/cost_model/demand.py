@@ -249,7 +249,7 @@ def _steps(task: Unit) -> _Steps:
         listed = [(step.op, len(step.args), step.params) for step in working]
         whole = {arg for step in working for arg in step.args}
         sources = [(step.args[0], step.numel) for step in copying]
-        parts = {arg.index: numel for arg, numel in sources if isinstance(arg, Input) and arg not in whole}
+        parts = {arg.number: numel for arg, numel in sources if isinstance(arg, Input) and arg not in whole}
     else:
         listed = [] if task.op is InstructionKind.NOP else [(task.op, len(task.inputs), task.params)]
     tally = Counter(_CLASSES.get(op, "others") for op, _, _ in listed)

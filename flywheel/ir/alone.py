@@ -153,4 +153,4 @@ def _multiplied(run: Run, params: Mapping[str, Any]) -> list[int]:
     codes = {step.out: step.args[0] for step in recipe.steps if step.op is InstructionKind.DEQUANT}
     matrices = [step.args[1] for step in recipe.steps if step.op in MATRIX_OPS]
     places = [codes.get(arg, arg) if isinstance(arg, Scratch) else arg for arg in matrices]
-    return [run.inputs[arg.index] for arg in places if isinstance(arg, Input)]
+    return [run.inputs[arg.number] for arg in places if isinstance(arg, Input)]

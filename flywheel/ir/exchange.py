@@ -95,7 +95,7 @@ def shards_added(task: Task) -> tuple[int, ...] | None:
                 copied[step.out] = step.args[0]
         elif step.op is _K.ALLREDUCE_SHARD:
             sources = [copied.get(arg) if isinstance(arg, Scratch) else arg for arg in step.args]
-            places = [each.index for each in sources if isinstance(each, Input)]
+            places = [each.number for each in sources if isinstance(each, Input)]
             if found is not None or len(places) < len(sources):
                 return None
             found = tuple([task.inputs[place] for place in places])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from flywheel.errors import IrFormatError
@@ -20,25 +20,25 @@ from flywheel.ir.records import Buffer, Task
 from flywheel.ir.show import one_line, show
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """Input `index` of the task."""
+class Input(NamedTuple):
+    """Input `number` of the task."""
 
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Result `index` of the recipe, which stays on the chip."""
-
-    index: int
+    number: int
+    role: Literal["in"] = "in"
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Output `index` of the task."""
+class Scratch(NamedTuple):
+    """Result `number` of the recipe, which stays on the chip."""
 
-    index: int
+    number: int
+    role: Literal["s"] = "s"
+
+
+class Output(NamedTuple):
+    """Output `number` of the task."""
+
+    number: int
+    role: Literal["out"] = "out"
 
 
 Arg = Input | Scratch
@@ -67,7 +67,7 @@ class RecipeStep:
     def result(self, index: int) -> Buffer:
         """The result as a buffer, for messages that name step `index`."""
         name = f"recipe step {index}"
-        return Buffer(self.out.index, name, BufferKind.ACTIVATION, self.dtype, self.shape, MemSpace.REGISTER)
+        return Buffer(self.out.number, name, BufferKind.ACTIVATION, self.dtype, self.shape, MemSpace.REGISTER)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -146,7 +146,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
         "steps": [
             {
                 "op": step.op.name,
-                "args": [{"in" if isinstance(arg, Input) else "s": arg.index} for arg in step.args],
+                "args": [{arg.role: arg.number} for arg in step.args],
                 "out": _written(step.out),
                 "params": dict(step.params),
                 "out_shape": list(step.shape),
@@ -159,8 +159,8 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def _written(out: Target) -> object:
     if isinstance(out, Scratch):
-        return out.index
-    return "final" if out == FINAL else {"out": out.index}
+        return out.number
+    return "final" if out == FINAL else {out.role: out.number}
 
 
 @lru_cache(maxsize=1 << 12)

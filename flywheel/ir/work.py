@@ -94,7 +94,7 @@ def _step_work(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) 
         ]
         written = 0
         if isinstance(step.out, Output):
-            output = outputs[step.out.index]
+            output = outputs[step.out.number]
             appended = args[0].numel if row.in_place is not None else result.numel
             written = output.dtype.nbytes(appended)
         yield _summed(reads, written, _flops(row.flops, sizes))

@@ -122,15 +122,15 @@ def _recipe_reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[i
         for place, arg in enumerate(step.args):
             if isinstance(arg, Input):
                 gathers = step.op is InstructionKind.EMBED and place == 1
-                yield task.inputs[arg.index], _recipe_ids(task, step.args[0], buffers) if gathers else None
+                yield task.inputs[arg.number], _recipe_ids(task, step.args[0], buffers) if gathers else None
 
 
 def _recipe_ids(task: Task, arg: Arg, buffers: Mapping[int, Buffer]) -> dict[_IdSource, int]:
     if isinstance(arg, Input):
-        ids = task.inputs[arg.index]
+        ids = task.inputs[arg.number]
         return {(ids, None): buffers[ids].numel}
     made = next(step for step in recipe_steps(task) if step.out == arg)
-    return {(task.id, arg.index): made.numel}
+    return {(task.id, arg.number): made.numel}
 
 
 def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[Task]:

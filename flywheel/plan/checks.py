@@ -67,7 +67,7 @@ def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
     for task in tasks:
         for step in recipe_steps(task):
             if step.op is _K.DEQUANT:
-                found.update(task.inputs[arg.index] for arg in step.args[1:] if isinstance(arg, Input))
+                found.update(task.inputs[arg.number] for arg in step.args[1:] if isinstance(arg, Input))
     return frozenset(found)
 
 

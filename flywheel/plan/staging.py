@@ -174,7 +174,7 @@ def _find_coding(product: _Product, inputs: Sequence[Buffer]) -> Coding | None:
     step = product.dequant
     if step is None or step.op is not InstructionKind.DEQUANT or not all(isinstance(arg, Input) for arg in step.args):
         return None
-    q, scales, *zeros = (inputs[arg.index] for arg in step.args)
+    q, scales, *zeros = (inputs[arg.number] for arg in step.args)
     zero = zeros[0].dtype if zeros else None
     try:
         return coding_of(q.dtype, (scales.dtype, tuple(scales.shape)), zero, step.params, product.depth)
@@ -200,8 +200,8 @@ def _recipe_products(recipe: Recipe) -> Sequence[_Product]:
             x, weight = (made.get(arg) if isinstance(arg, Scratch) else arg for arg in step.args[:2])
             products.append(
                 _Product(
-                    x.index if isinstance(x, Input) else 0,
-                    weight.index if isinstance(weight, Input) else None,
+                    x.number if isinstance(x, Input) else 0,
+                    weight.number if isinstance(weight, Input) else None,
                     x.numel if isinstance(x, RecipeStep) else None,
                     depth,
                     x.dtype if isinstance(x, RecipeStep) and not isinstance(weight, Input) else None,

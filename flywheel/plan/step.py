@@ -166,12 +166,12 @@ def _recipe_steps(recipe: Recipe, form: Form) -> dict[int, Step]:
     made: dict[Target, int] = {}
     steps: dict[int, Step] = {}
     for index, each in enumerate(recipe.steps):
-        args = tuple(made[arg] if isinstance(arg, Scratch) else arg.index for arg in each.args)
+        args = tuple(made[arg] if isinstance(arg, Scratch) else arg.number for arg in each.args)
         result, place = Operand(each.dtype, each.shape), ABSENT
         if isinstance(each.out, Scratch):
             made[each.out] = RESULT_REF + index
         else:
-            place = each.out.index
+            place = each.out.number
             if each.op is _K.KV_APPEND:  # writes the appended rows only, and rounds once
                 result = replace(form.outputs[place], kind=None)
         steps[index] = Step(each.op, args, each.params, place, result)

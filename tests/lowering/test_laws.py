@@ -164,7 +164,7 @@ def steps(task: Task) -> Iterator[tuple[str, list[int | None], Mapping[str, Any]
         yield task.op.name, list(task.inputs), task.params
         return
     for step in recipe_steps(task):
-        read = [task.inputs[arg.index] if isinstance(arg, Input) else None for arg in step.args]
+        read = [task.inputs[arg.number] if isinstance(arg, Input) else None for arg in step.args]
         yield step.op.name, read, {**task.params, **step.params}
 
 

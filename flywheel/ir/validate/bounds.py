@@ -31,7 +31,7 @@ def _recipe_faults(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffe
         faults = list(operand_faults(step.op, params, args, result, is_step=True))
         if isinstance(step.out, Output) and step.op is not InstructionKind.KV_APPEND:
             columns = tile(task.params) if step.out == FINAL else None
-            faults += _output_faults(result, outputs[step.out.index], columns, tile_rows(task.params))
+            faults += _output_faults(result, outputs[step.out.number], columns, tile_rows(task.params))
         for code, text in faults:
             yield code, f"step {index}: {step.op.name}: {text}"
 

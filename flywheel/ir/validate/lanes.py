@@ -71,7 +71,7 @@ def _uses(task: Task, cache: int) -> Iterator[_Use]:
         yield from [_Use(task.op, place, {}, args) for place, number in enumerate(task.inputs) if number == cache]
     for step in recipe_steps(task):
         for place, arg in enumerate(step.args):
-            if isinstance(arg, Input) and task.inputs[arg.index] == cache:
+            if isinstance(arg, Input) and task.inputs[arg.number] == cache:
                 yield _Use(step.op, place, step.params, step.args)
 
 
@@ -91,7 +91,7 @@ def _append_fault(task: Task, cache: int, buffers: Mapping[int, Buffer]) -> str 
 
 def _numel(arg: Arg, task: Task, buffers: Mapping[int, Buffer]) -> int:
     if isinstance(arg, Input):
-        return buffers[task.inputs[arg.index]].numel
+        return buffers[task.inputs[arg.number]].numel
     return next(step.numel for step in recipe_steps(task) if step.out == arg)
 
 

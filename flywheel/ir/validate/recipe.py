@@ -33,7 +33,7 @@ def check_recipe(task: Task, findings: Findings) -> bool:
         findings.error("bad-recipe", f"{where}: recipe: {fault}", task.id)
         return False
     where, before = f"{where}: {task.op.name}", len(findings.errors)
-    read = max([arg.index + 1 for step in recipe.steps for arg in step.args if isinstance(arg, Input)], default=0)
+    read = max([arg.number + 1 for step in recipe.steps for arg in step.args if isinstance(arg, Input)], default=0)
     made = sum(isinstance(step.out, Output) for step in recipe.steps)
     n_inputs, n_outputs = len(task.inputs), len(task.outputs)
     if read > n_inputs:
@@ -71,7 +71,7 @@ def _appends_in_place(step: RecipeStep, task: Task) -> bool:
     source, target = step.args[1], step.out
     if not isinstance(source, Input) or not isinstance(target, Output):
         return False
-    return task.inputs[source.index] == task.outputs[target.index]
+    return task.inputs[source.number] == task.outputs[target.number]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -83,12 +83,11 @@ def recipe_fault(recipe: Recipe) -> str | None:
     for index, step in enumerate(recipe.steps):
         fault = _step_fault(step, written)
         if fault is None and step.out in written:
-            kind = "out" if isinstance(step.out, Output) else "s"
-            fault = f"writes {kind} {step.out.index} again"
+            fault = f"writes {step.out.role} {step.out.number} again"
         if fault is not None:
             return f"step {index}: {fault}"
         written.add(step.out)
-    outputs = {target.index for target in written if isinstance(target, Output)}
+    outputs = {target.number for target in written if isinstance(target, Output)}
     if outputs != set(range(len(outputs))) or not outputs:
         return f"writes outputs {show(sorted(outputs))}; 'final' and then every next one must be written"
     return None
@@ -99,10 +98,10 @@ def _step_fault(step: RecipeStep, written: set[Scratch | Output]) -> str | None:
     if step.op in NOT_PRIMITIVE:
         return f"op {show(name)} is not a primitive operation"
     for arg in step.args:
-        if not 0 <= arg.index < MAX_SLOT:
-            return f"operand {show(arg.index)} is not in 0..{MAX_SLOT - 1}"
+        if not 0 <= arg.number < MAX_SLOT:
+            return f"operand {show(arg.number)} is not in 0..{MAX_SLOT - 1}"
         if isinstance(arg, Scratch) and arg not in written:
-            return f"reads scratch {arg.index}, which no earlier step wrote"
+            return f"reads scratch {arg.number}, which no earlier step wrote"
     least, most = OPERATIONS[step.op].arity
     if not least <= len(step.args) <= most:
         return f"{name} has {len(step.args)} args, not {least}..{most}"
@@ -113,8 +112,8 @@ def _step_fault(step: RecipeStep, written: set[Scratch | Output]) -> str | None:
         return f"out_shape {show(list(step.shape))} is not 1..{ABI_MAX_RANK} positive ints"
     if prod(step.shape) > 2**40:
         return f"out_shape {show(list(step.shape))} holds more than 2^40 elements"
-    if not 0 <= step.out.index < MAX_SLOT:
-        return f"out {show(step.out.index)} is not in 0..{MAX_SLOT - 1}"
+    if not 0 <= step.out.number < MAX_SLOT:
+        return f"out {show(step.out.number)} is not in 0..{MAX_SLOT - 1}"
     return None
 
 

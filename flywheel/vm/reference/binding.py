@@ -63,9 +63,9 @@ class Binder:
         calls: list[Call] = []
         for index, step in enumerate(recipe_steps(task)):
             inputs = tuple(
-                [slots[arg] if isinstance(arg, Scratch) else self._tensors[task.inputs[arg.index]] for arg in step.args]
+                [slots[arg] if isinstance(arg, Scratch) else self._tensors[task.inputs[arg.number]] for arg in step.args]
             )
-            target = self._target(task, step.out.index) if isinstance(step.out, Output) else None
+            target = self._target(task, step.out.number) if isinstance(step.out, Output) else None
             calls += self._bind_step(index, step, inputs, target, {**inherited, **step.params}, slots)
         return calls
 

@@ -41,7 +41,7 @@ def needed(task: Task) -> Counter[Fragment]:
     for weight, own in products:
         first, last = own["n_off"] // 16, (own["n_off"] + own["N_tile"] - 1) // 16
         for block in range(first, last + 1):
-            fragments.update((task.inputs[weight.index], block, k) for k in range(-(-own["K"] // 16)))
+            fragments.update((task.inputs[weight.number], block, k) for k in range(-(-own["K"] // 16)))
     return fragments
 
 
