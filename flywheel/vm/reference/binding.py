@@ -10,7 +10,7 @@ from torch import Tensor
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.access import MATRIX_OPS, tile, tile_rows
-from flywheel.ir.recipe import Output, RecipeStep, Scratch, Target, recipe_steps
+from flywheel.ir.recipe import Arg, Output, RecipeStep, Scratch, Target, recipe_steps
 from flywheel.ir.validate.tasks import task_findings
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference.memory import scratch
@@ -62,12 +62,13 @@ class Binder:
         slots: dict[Target, Tensor] = {}
         calls: list[Call] = []
         for index, step in enumerate(recipe_steps(task)):
-            inputs = tuple(
-                [slots[arg] if isinstance(arg, Scratch) else self._tensors[task.inputs[arg.number]] for arg in step.args]
-            )
+            inputs = tuple([self._operand(task, arg, slots) for arg in step.args])
             target = self._target(task, step.out.number) if isinstance(step.out, Output) else None
             calls += self._bind_step(index, step, inputs, target, {**inherited, **step.params}, slots)
         return calls
+
+    def _operand(self, task: Task, arg: Arg, slots: Mapping[Target, Tensor]) -> Tensor:
+        return slots[arg] if isinstance(arg, Scratch) else self._tensors[task.inputs[arg.number]]
 
     def _bind_step(
         self,
