@@ -23,11 +23,10 @@ from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured, NoMemory, Rejected
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
-from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.process import sums_as_shipped
-from flywheel.rivals.lineup import Form, Plan, Rival, dequantises, refusal
-from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder, fuse, steps_of
+from flywheel.rivals.lineup import Form, Plan, Rival, refusal
+from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder, bytes_read, fuse, steps_of
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.timing import Launch, summarise, time_back_to_back, time_contestants
@@ -97,8 +96,8 @@ class Contests:
             torch._dynamo.reset()  # drop what it compiled for other shapes
             graphs = [self._graph(rival, context, made, say) for rival in rivals]
             entries = _hold_rounds(model, program, graphs, made, plan, say)
-        whole = bytes_per_token(self._source.spec, self._dtype)
-        told = tuple(replace(each, weight_bytes=whole) if dequantises(each.name) else each for each in entries)
+        held = {rival.name: bytes_read(self._fused[rival.form]) for rival in rivals if rival.form in self._fused}
+        told = tuple(replace(each, weight_bytes=held.get(each.name)) for each in entries)
         return comparison_of(program, context, batch, read_gbs, told)
 
     def _graph(self, rival: Rival, context: int, made: Judge, say: Callable[[str], None]) -> GraphedStep | Entry:
@@ -159,6 +158,15 @@ class GraphedStep:
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), sums_as_shipped():
             self._logits, self._tokens = capture(rival.name, self._graph, forward, self._position)
+
+    @property
+    def how(self) -> str:
+        """What runs, with what the Triton kernel chose."""
+        if self.rival.form != "words":
+            return self.rival.how
+        from flywheel.rivals.triton_product import chosen_configs
+
+        return f"{self.rival.how}: {'; '.join(chosen_configs(self._judge.batch))}"
 
     def verdict(self) -> Verdict:
         """The verdict on one launch of the graph, on the judge's caches."""
@@ -289,7 +297,7 @@ def _hold_rounds(
         if isinstance(graph, Entry):
             records.append(graph)
             continue
-        rival = Runner(Record(graph.rival.name, graph.rival.how), graph.launch, graph.judge)
+        rival = Runner(Record(graph.rival.name, graph.how), graph.launch, graph.judge)
         rival.record.note(graph.verdict())
         rivals.append(rival)
         records.append(rival.record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -13,12 +14,15 @@ from flywheel.ir import DType
 from flywheel.models.formats import CODES, HEAD, MATRICES, WeightFormat, WeightFormats
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes
 
-Form: TypeAlias = Literal["whole", "codes", "tiles"]
-"""How a rival holds quantised matrices: whole (dequantised, rounded to the compute dtype); as codes with scales; or as
-the tiles of torch's int4 product."""
+Form: TypeAlias = Literal["whole", "codes", "tiles", "words"]
+"""How a rival holds quantised matrices: whole (dequantised, rounded to the compute dtype); as codes with scales; as the
+tiles of torch's int4 product; or as the words of the Triton kernel."""
 
 TILED_GROUPS: Final = (32, 64, 128, 256)
 """Columns that share a scale in torch's int4 product."""
+
+WORDS_GROUP: Final = 128
+"""Columns that share a scale in the Triton kernel. A scale may repeat."""
 
 _TILED_ROWS, _TILED_COLUMNS = 8, 32
 _TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -68,6 +72,10 @@ RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(
                   "PyTorch eager in a CUDA graph, int4 by aten._weight_int4pack_mm", form="tiles", codes=DType.I4),
             Rival("compile-tinygemm", "torch.compile tinygemm int4, CUDA graph",
                   "as compile, int4 by aten._weight_int4pack_mm", compiled=True, form="tiles", codes=DType.I4),
+            Rival("triton", "Triton int4, CUDA graph",
+                  "PyTorch eager in a CUDA graph, int4 by a Triton kernel", form="words", codes=DType.I4),
+            Rival("compile-triton", "torch.compile Triton int4, CUDA graph",
+                  "as compile, int4 by a Triton kernel", compiled=True, form="words", codes=DType.I4),
         )
     }
 )  # fmt: skip
@@ -125,6 +133,8 @@ def refusal(rival: Rival, spec: DecoderSpec, formats: WeightFormats, dtype: DTyp
             return f"{role} is {own.name}; it multiplies {codes}"
         if own is not None and rival.form == "tiles" and (why := _untiled(role, own, shapes[role], dtype)):
             return why
+        if own is not None and rival.form == "words" and (why := _unworded(role, own, dtype)):
+            return why
     for roles in _TOGETHER:
         if len({formats.of(role) for role in roles}) > 1:
             return f"{', '.join(roles)} are multiplied together, and their formats differ"
@@ -141,6 +151,15 @@ def _untiled(role: str, own: WeightFormat, shape: tuple[int, ...], dtype: DType)
     if shape[0] % _TILED_ROWS or shape[1] % _TILED_COLUMNS:
         return f"{role} is {shape[0]} x {shape[1]}; it takes multiples of {_TILED_ROWS} x {_TILED_COLUMNS}"
     return None
+
+
+def _unworded(role: str, own: WeightFormat, dtype: DType) -> str | None:
+    """Why the Triton kernel does not multiply an int4 matrix; None if it does."""
+    if dtype not in (DType.BF16, DType.F16):
+        return f"computes in {dtype.name.lower()}; it computes in bf16 and f16"
+    if own.rows != 1 or own.group is None or own.group % WORDS_GROUP:
+        return f"{role} is {own.name}; it takes scales of groups of multiples of {WORDS_GROUP}"
+    return None if find_spec("triton") else "triton is not installed; pip install triton"
 
 
 def dequantises(contestant: str) -> bool:

@@ -1,7 +1,8 @@
-"""Products with a rival's matrices: whole ones, quantised codes with scales, and torch's int4 tiles.
+"""Products with a rival's matrices: whole ones, quantised codes with scales, torch's int4 tiles, and a Triton kernel's
+words.
 
-These are the two common ways to multiply quantised weights in PyTorch: a compiler that dequantises inside the product,
-and `torch.ops.aten._weight_int4pack_mm`, known as tinygemm.
+These are the common ways to multiply quantised weights in PyTorch: a compiler that dequantises inside the product,
+`torch.ops.aten._weight_int4pack_mm`, known as tinygemm, and a kernel of one's own (`triton_product`).
 
 Source: meta-pytorch/gpt-fast, `quantize.py`; pytorch/ao, `quant_primitives.py`; pytorch/pytorch,
 `aten/src/ATen/native/cuda/int4mm.cu`.
@@ -49,7 +50,17 @@ class Tiled:
     group: int
 
 
-Matrix: TypeAlias = Tensor | Coded | Tiled
+@dataclass(frozen=True, slots=True)
+class Words:
+    """An int4 matrix [N, K] in the layout of `triton_product`: `words` int32 [ceil(N / 8), ceil(K / 512), 4, 8, 16];
+    `scales`, and `zeros` if there are any, [4 ceil(K / 512), N], zero beyond K."""
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+Matrix: TypeAlias = Tensor | Coded | Tiled | Words
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
@@ -61,7 +72,20 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
         own = ours._weight_int4pack_mm if x.is_cuda else ours._weight_int4pack_mm_for_cpu
         made: Tensor = own(x, matrix.tiles, matrix.group, matrix.scales)
         return made
+    if isinstance(matrix, Words):
+        made = torch.ops.flywheel.multiply_words(x, matrix.words, matrix.scales, matrix.zeros)
+        return made
     return linear(x, matrix)
+
+
+def parts_of(matrix: Matrix) -> tuple[Tensor, ...]:
+    """The tensors of which a product reads every byte."""
+    if isinstance(matrix, Tensor):
+        return (matrix,)
+    if isinstance(matrix, Tiled):
+        return matrix.tiles, matrix.scales
+    codes = matrix.words if isinstance(matrix, Words) else matrix.codes
+    return (codes, matrix.scales) if matrix.zeros is None else (codes, matrix.scales, matrix.zeros)
 
 
 def _multiply_coded(x: Tensor, matrix: Coded) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, layer_weight_key, model_weight_key
 from flywheel.rivals.lineup import Form
-from flywheel.rivals.products import Coded, Matrix, join, multiply, tile
+from flywheel.rivals.products import Coded, Matrix, join, multiply, parts_of, tile
 from flywheel.tensors import TORCH_DTYPES
 
 
@@ -63,14 +63,14 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     dtype on one device.
 
     `form` must be one that `lineup.refusal` accepts. It stores quantised matrices whole (dequantised, rounded to that
-    dtype), as codes, or as tiles.
+    dtype), as codes, as tiles, or as words.
     """
     embed = weights[model_weight_key(spec, "embed")]
 
     def stored(*keys: str) -> Matrix:
         if form != "whole" and codes_of(keys[0]) in weights:
             coded = join([_coded(weights, key) for key in keys])
-            return coded if form == "codes" else tile(coded)
+            return _in_form(coded, form)
         parts = [_whole(weights, key, embed.dtype) for key in keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -98,6 +98,27 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     head = own if codes_of(own) in weights else model_weight_key(spec, "lm_head")
     final_norm = weights[model_weight_key(spec, "final_norm")]
     return FusedWeights(embed, tuple(layer(i) for i in range(spec.n_layers)), final_norm, stored(head))
+
+
+def _in_form(coded: Coded, form: Form) -> Matrix:
+    if form == "words":
+        from flywheel.rivals.triton_product import pack_words
+
+        return pack_words(coded)
+    return coded if form == "codes" else tile(coded)
+
+
+def bytes_read(weights: FusedWeights) -> int:
+    """Bytes of weights that a step reads: all, but only one row of an embedding that is not also the head."""
+    head, embed = weights.head, weights.embed
+    parts = [*parts_of(head), weights.final_norm]
+    if not isinstance(head, Tensor) or head.data_ptr() != embed.data_ptr():
+        parts.append(embed[0])
+    for layer in weights.layers:
+        for each in fields(layer):
+            own = getattr(layer, each.name)
+            parts += () if own is None else parts_of(own)
+    return sum(part.nbytes for part in parts)
 
 
 def _coded(weights: Weights, key: str) -> Coded:

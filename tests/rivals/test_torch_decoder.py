@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import prod
 
 import pytest
 import torch
 from effort import pairs, sample
+from interpreted import interpret
 
 from flywheel.decode.session import Step
 from flywheel.errors import UsageError
@@ -14,13 +16,14 @@ from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder, OracleWeights, rope_frequencies
+from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import quantise, quantised
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
 from flywheel.models.weights import random_weights
 from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
 from flywheel.rivals.products import Coded, multiply
-from flywheel.rivals.torch_decoder import TorchDecoder, fuse, rope_tables, steps_of
+from flywheel.rivals.torch_decoder import TorchDecoder, bytes_read, fuse, rope_tables, steps_of
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48
@@ -72,6 +75,7 @@ FORMS: list[tuple[Form, str, str]] = [
     ("codes", "int8", "bf16"), ("codes", "int8-tensor", "f32"), ("codes", "int8-g32-zeros", "bf16"),
     ("codes", "fp8", "f16"), ("codes", "fp8-block", "bf16"), ("codes", "int8,lm_head=int8", "bf16"),
     ("tiles", "int4-g32", "bf16"), ("tiles", "int4-g32-zeros", "bf16"),
+    ("words", "int4,lm_head=int4", "bf16"), ("words", "int4-zeros", "f16"),
 ]  # fmt: skip
 
 
@@ -82,6 +86,9 @@ def coded(case: tuple[Form, str, str], batch: int) -> tuple[TorchDecoder, Judge]
     formats = parse_formats(text, name)
     assert formats.usual is not None
     rival = next(each for each in RIVALS.values() if each.form == form and each.codes is formats.usual.codes)
+    if form == "words":
+        interpret()
+        spec = dataclasses.replace(spec, n_layers=1)  # the interpreter takes seconds
     assert refusal(rival, spec, formats, dtype) is None
     plain = random_weights(spec, 3, TORCH_DTYPES[dtype])
     weights = quantised(spec, plain, formats, dtype)
@@ -98,7 +105,7 @@ def test_a_rival_multiplies_the_same_codes(case: tuple[Form, str, str], batch: i
     assert verdict.passed, verdict.reason
 
 
-@pytest.mark.parametrize(("case", "batch"), sample(zip(FORMS, [1, 3] * 4, strict=True), 7))
+@pytest.mark.parametrize(("case", "batch"), sample(zip(FORMS, [1, 3] * 5, strict=True), 7))
 def test_a_step_of_codes_is_one_graph_to_a_compiler(case: tuple[Form, str, str], batch: int) -> None:
     decoder, judge = coded(case, batch)
     last_steps(decoder, judge)
@@ -137,12 +144,45 @@ def test_tiles_of_another_order_of_nibbles_fail_the_verdict() -> None:
         ("compile-int8", "int8,lm_head=int4", "bf16", "lm_head is int4; it multiplies int8"),
         ("compile-int8", "int8,k_proj=int8-g64", "bf16", "q_proj, k_proj, v_proj are multiplied together, and their"),
         ("compile-fp8", "int8", "bf16", "q_proj is int8; it multiplies fp8"),
+        ("triton", "int8", "bf16", "q_proj is int8; it multiplies int4"),
+        ("triton", "int4", "f32", "computes in f32; it computes in bf16 and f16"),
+        ("triton", "int4-row", "bf16", "q_proj is int4-row; it takes scales of groups of multiples of 128"),
+        ("compile-triton", "int4,lm_head=int4-g64", "bf16", "lm_head is int4-g64; it takes scales of groups"),
     ],
 )
 def test_what_a_rival_does_not_multiply_it_refuses_by_name(rival: str, text: str, name: str, why: str) -> None:
     given = refusal(RIVALS[rival], LLAMA, parse_formats(text, name), DTYPES[name])
     assert given is not None
     assert given.startswith(why)
+
+
+def test_without_triton_its_rival_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = parse_formats("int4", "bf16")
+    assert refusal(RIVALS["triton"], LLAMA, formats, DType.BF16) is None
+    monkeypatch.setattr("flywheel.rivals.lineup.find_spec", lambda name: None)
+    told = refusal(RIVALS["triton"], LLAMA, formats, DType.BF16)
+    assert told == "triton is not installed; pip install triton"
+    assert refusal(RIVALS["tinygemm"], LLAMA, formats, DType.BF16) is None
+
+
+@each_spec
+def test_a_step_reads_the_bytes_of_the_weights_that_it_holds(spec: DecoderSpec) -> None:
+    assert bytes_read(fuse(spec, random_weights(spec, 3))) == bytes_per_token(spec, DType.BF16)
+
+
+@pytest.mark.parametrize("form", ["codes", "tiles", "words"])
+def test_forms_read_their_codes_and_all_that_they_keep_beside_them(form: Form) -> None:
+    spec = dataclasses.replace(SPECS[3], hidden=512, head_dim=128, intermediate=1024, vocab=128)
+    formats = parse_formats("int4,lm_head=int4", "bf16")
+    fused = fuse(spec, quantised(spec, random_weights(spec, 3), formats, DType.BF16), form)
+    offsets = sum(size // 128 * 2 for size in matrix_sizes(spec)) if form == "tiles" else 0  # of every group, in bf16
+    assert bytes_read(fused) == bytes_per_token(spec, DType.BF16, formats) + offsets
+
+
+def matrix_sizes(spec: DecoderSpec) -> list[int]:
+    """Elements of each matrix that a step multiplies."""
+    layers = [prod(shape) for shape in layer_weight_shapes(spec).values() if len(shape) == 2]
+    return [*(layers * spec.n_layers), spec.vocab * spec.hidden]
 
 
 def test_the_usual_rivals_multiply_what_they_are_given() -> None:
