@@ -228,7 +228,14 @@ class TrialRecord:
         its outcome."""
         if self.objective_us is None:
             return self.outcome.replace("_", " ")
-        return f"{self.kind} {rounded(self.objective_us) if self.is_predicted else f'{self.objective_us:,.1f}'} us"
+        return f"{self.kind} {self.took_us} us"
+
+    @property
+    def took_us(self) -> str:
+        """The latency in us for people, with no more digits than it has; empty without one."""
+        if self.objective_us is None:
+            return ""
+        return rounded(self.objective_us) if self.is_predicted else f"{self.objective_us:,.1f}"
 
     @property
     def is_imported(self) -> bool:

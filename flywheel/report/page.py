@@ -83,9 +83,9 @@ def _head(facts: Facts) -> list[str]:
         kind = "predicted by a cost model" if best.is_predicted else f"measured on {best.gpu_name or campaign.gpu}"
         kind += f", imported from {best.imported_from}" if best.is_imported else ""
         step = "token" if campaign.batch == 1 else "step"
-        took = rounded(best.objective_us) if best.is_predicted else f"{best.objective_us:,.1f}"
-        tiles.append(("best, " + best.kind, f"{took} us a {step}"))
-        tiles.append(("tokens a second", f"{tokens_per_s(best.objective_us, campaign.batch):,.0f}"))
+        rate = tokens_per_s(best.objective_us, campaign.batch)
+        tiles.append(("best, " + best.kind, f"{best.took_us} us a {step}"))
+        tiles.append(("tokens a second", rounded(rate) if best.is_predicted else f"{rate:,.0f}"))
         if best.is_predicted:
             band = band_of(campaign.gpu, best.predictor or "")
             low, high = (rounded(end) for end in band.around(best.objective_us))
@@ -259,7 +259,7 @@ def _layer(facts: Facts) -> list[str]:
 
 def _best(facts: Facts, schedule_json: str | None) -> list[str]:
     rows = [
-        (str(r.trial), f"{r.objective_us:,.1f}", r.outcome, _percent(r.floor_fraction), r.source, r.config_id,
+        (str(r.trial), r.took_us, r.outcome, _percent(r.floor_fraction), r.source, r.config_id,
          r.program_id or "", marks(r) or "")
         for r in ranked(facts.records)[:SHOWN]
     ]  # fmt: skip

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flywheel.measure.latency import rounded
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, ranked, tied_with
 from flywheel.search.space import Space, make_space
@@ -85,8 +84,7 @@ def gains_in_words(gains: Gains) -> str | None:
 
 
 def _over(best: TrialRecord, other: TrialRecord, what: str) -> str:
-    took = rounded(_latency(other)) if other.latency_us is None else f"{other.latency_us:,.1f}"
-    return f"{faster(best, other) * 100:.1f} % over {what} ({took} us, config {other.config_id})"
+    return f"{faster(best, other) * 100:.1f} % over {what} ({other.took_us} us, config {other.config_id})"
 
 
 def gains_document(gains: Gains | None) -> dict[str, float | bool | None] | None:

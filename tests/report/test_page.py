@@ -132,6 +132,19 @@ def test_predicted_and_measured_latencies_are_told_apart(make_records: Records, 
     assert "2,500.0 us a token</b>best, measured" in text
 
 
+def test_predictions_have_no_more_digits_than_they_are_good_for(
+    make_records: Records, make_campaign: Campaigns
+) -> None:
+    bare = {"floor_us": None, "floor_fraction": None}
+    rows = [replace(row, predicted_us=2345.6 - row.trial, **bare) for row in make_records(3)]
+    text = page(gather(make_campaign(), rows), None, "x")
+    assert "<b>2,340 us a token</b>best, predicted" in text
+    assert "<b>427</b>tokens a second" in text
+    assert "trial 2: predicted 2,340 us" in text
+    assert '<td class="n">2,340</td><td>predicted</td>' in text
+    assert [us for us in ("2,345.6", "2,344.6", "2,343.6") if us in text] == []
+
+
 def held(make_records: Records, *, high_us: float) -> list[TrialRecord]:
     """Three measured trials, and a final of the best two, of which the second one surely wins below `high_us` 0."""
     blank = {"predicted_us": None, "predictor": None}
@@ -320,7 +333,7 @@ def test_a_model_that_is_gone_leaves_out_what_needs_it(make_records: Records, ma
     assert facts.schedule is None
     text = page(facts, None, "x")
     assert "Not known: " in text
-    assert "2,000.0 us" in text
+    assert "2,000 us" in text
     assert pictures(facts).keys() == {"history.svg"}
 
 
