@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flywheel.cost_model import predict
+from flywheel.cost_model import predict, timeline
 from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import FlywheelError, UnknownNameError
 from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, program_from_dict, validate
@@ -196,6 +196,9 @@ def results_of(work: Work) -> Found:
     except FlywheelError as error:
         return {**found, "refused": type(error).__name__}
     found |= {"latency_us": repr(prediction.latency_us), "floor_us": repr(prediction.floor_us)}
+    spans = timeline(program)
+    found["starts_us"] = repr(math.fsum([span.start_us for span in spans]))
+    found["ends_us"] = repr(math.fsum([span.end_us for span in spans]))
     if work.model in _JUDGED and len(program.tasks) <= _SHOWN:
         found["mutants"] = " ".join([_codes(program_from_dict(each)) for each in _damaged(program, work.number)])
         found["verdict"], found["tokens"] = _judged(work, program)
