@@ -31,6 +31,7 @@ from flywheel.cli.text import (
     show,
     show_table,
     ties,
+    tokens,
     us,
     us_of,
 )
@@ -40,6 +41,7 @@ from flywheel.measure.standing import best_of, judged, marks, ranked, row_name, 
 from flywheel.search.provenance import find_campaign, search_command
 
 if TYPE_CHECKING:
+    from flywheel.search.gains import Gains
     from flywheel.store.campaign import Campaign, CampaignSummary
 
 SHOWN = 5
@@ -62,6 +64,7 @@ def campaigns(
 
     An archived campaign comes back with flywheel import FILE --name NAME.
     """
+    from flywheel.search.gains import gains_document
     from flywheel.store.sql import open_store
 
     if archive is not None or deleting:
@@ -79,8 +82,10 @@ def campaigns(
     summary = next(each for each in summaries if each.campaign.name == campaign.name)
     best = [asdict(record) for record in ranked(trials)[:SHOWN]]
     tied = [record.trial for record in tied_with(best_of(trials), trials)]
-    document = {"store": where, **_document(summary), "best": best, "tied": tied}
-    give(document, output, as_json, lambda: _show(where, summary, trials))
+    gains = _gained(campaign, trials)
+    document = {"store": where, **_document(summary), "hosts": _hosts(trials), "gained": gains_document(gains),
+                "best": best, "tied": tied}  # fmt: skip
+    give(document, output, as_json, lambda: _show(where, summary, trials, gains))
 
 
 def _remove(name: str | None, archive: Path | None, yes: bool, store: str) -> None:
@@ -109,7 +114,7 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
         show(f"{where}: no campaigns")
         return
     headers = ("<!campaign", "?<!model", "?<!GPU", "?<dtype", "?context", "?batch", "?<sampler", "?trials", "best",
-               "<!", "?<started", "?<outcomes")  # fmt: skip
+               "<!", "?tokens/s", "?<started", "?<outcomes")  # fmt: skip
     rows = []
     for summary in summaries:
         campaign = summary.campaign
@@ -119,21 +124,25 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
             (
                 campaign.name, campaign.model, campaign.gpu, _types(campaign), str(campaign.context),
                 str(campaign.batch), campaign.sampler, f"{summary.trials:,}", shown, kind,
-                campaign.created_at[:10], counts(summary.outcomes),
+                tokens(best, campaign.batch, kind == "predicted"), campaign.created_at[:10], counts(summary.outcomes),
             )
         )  # fmt: skip
     show_table(headers, rows)
 
 
-def _gained(campaign: Campaign, trials: list[TrialRecord]) -> str | None:
-    """What the campaign gained, in words; None where its model is not on this machine."""
-    from flywheel.search.gains import gains_in_words, gains_of
+def _gained(campaign: Campaign, trials: list[TrialRecord]) -> Gains | None:
+    """What the campaign gained; None where its model is not on this machine."""
+    from flywheel.search.gains import gains_of
 
     try:
-        gains = gains_of(campaign, trials)
+        return gains_of(campaign, trials)
     except FlywheelError:
         return None
-    return None if gains is None else gains_in_words(gains)
+
+
+def _hosts(trials: list[TrialRecord]) -> list[str]:
+    """The machines that ran the trials, in the order of their first."""
+    return list(dict.fromkeys(record.host for record in trials))
 
 
 def _types(campaign: Campaign) -> str:
@@ -164,7 +173,9 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
     }
 
 
-def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
+def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord], gains: Gains | None) -> None:
+    from flywheel.search.gains import gains_in_words
+
     campaign: Campaign = summary.campaign
     top = best_of(trials)
     tied = ((row_name(record, trials), record.latency_us) for record in tied_with(top, trials))
@@ -175,9 +186,9 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
             [
                 ("started", campaign.created_at),
                 ("last trial", last),
-                ("hosts", ", ".join(dict.fromkeys(record.host for record in trials)) or None),
+                ("hosts", ", ".join(_hosts(trials)) or None),
                 ("GPU", ", ".join(dict.fromkeys(filter(None, (record.gpu_name for record in trials)))) or None),
-                ("gained", _gained(campaign, trials)),
+                ("gained", None if gains is None else gains_in_words(gains)),
                 ("trials", f"{summary.trials:,}: {counts(summary.outcomes)}"),
                 ("latencies", "predicted by a cost model" if campaign.measure == "predict" else "measured"),
                 ("tied", ties(tied)),
@@ -189,10 +200,10 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
     )
     best = ranked(trials)[:SHOWN]
     if best:
-        headers = ("trial", "latency", "<", "of floor", "<from", "<!config", "?<!program", "<")
+        headers = ("trial", "latency", "<", "tokens/s", "of floor", "<from", "<!config", "?<!program", "<")
         rows = [
-            (str(trial_of(r, trials)), us_of(r), r.outcome, percent(r.floor_fraction), r.source,
-             r.config_id, r.program_id or ABSENT, marks(r) or "")
+            (str(trial_of(r, trials)), us_of(r), r.outcome, tokens(r.objective_us, r.batch, r.is_predicted),
+             percent(r.floor_fraction), r.source, r.config_id, r.program_id or ABSENT, marks(r) or "")
             for r in best
         ]  # fmt: skip
         show_table(headers, rows, indent="  ", gap=True)

@@ -288,6 +288,14 @@ def predicted(value: float | None) -> str:
     return ABSENT if value is None else f"{rounded(value)} us"
 
 
+def tokens(latency_us: float | None, batch: int, is_predicted: bool) -> str:
+    """The tokens a second of a step's time as text, with no more digits than they have."""
+    if latency_us is None:
+        return ABSENT
+    rate = tokens_per_s(latency_us, batch)
+    return rounded(rate) if is_predicted else f"{rate:,.0f}"
+
+
 def us_of(record: TrialRecord) -> str:
     """A row's latency as text."""
     return predicted(record.predicted_us) if record.latency_us is None else us(record.latency_us)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from click.testing import Result
 
+from flywheel.measure.latency import rounded
 from flywheel.store.sql import open_store
 from flywheel.store.tsv import to_tsv
 
@@ -18,7 +19,7 @@ def test_campaigns_are_listed_with_outcomes_and_whether_the_best_is_predicted(ru
     text = run("campaigns", "--store", str(searched)).stdout
     assert len(text.splitlines()) == 2
     assert "small" in text
-    assert re.search(r"us  predicted  \d{4}-\d\d-\d\d  predicted 5", text)
+    assert re.search(r"us  predicted +[\d,]+  \d{4}-\d\d-\d\d  predicted 5", text)
     document = json.loads(run("campaigns", "--store", str(searched), "--json").stdout)
     (campaign,) = document["campaigns"]
     assert (campaign["trials"], campaign["outcomes"], campaign["best_measured_us"]) == (5, {"predicted": 5}, None)
@@ -31,6 +32,9 @@ def test_one_campaign_shows_its_command_and_best_trials(run: Run, searched: Path
     document = json.loads(run("campaigns", "small", "--store", str(searched), "--json").stdout)
     latencies = [trial["predicted_us"] for trial in document["best"]]
     assert latencies == sorted(latencies)
+    assert document["hosts"] == [document["best"][0]["host"]]
+    assert document["gained"]["best_us"] == latencies[0] <= document["gained"]["seed_us"]
+    assert re.search(rf"predicted +{rounded(1e6 / latencies[0])} ", text)  # tokens/s
 
 
 def test_an_unknown_campaign_is_code_2_with_the_closest_name(run: Run, searched: Path) -> None:
