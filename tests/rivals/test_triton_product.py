@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from itertools import cycle
 
 import pytest
@@ -13,7 +14,7 @@ from flywheel.ir import DType
 from flywheel.models.formats import parse_formats
 from flywheel.models.quantise import dequantise, quantise
 from flywheel.rivals.products import Coded, Words, multiply, parts_of
-from flywheel.rivals.triton_product import CONFIGS, chosen_configs, pack_words
+from flywheel.rivals.triton_product import CONFIGS, _product, chosen_configs, launch, pack_words
 from flywheel.vm.gpu.driver import Gpu
 
 # Rows and columns, as slices of rows of llama3-8b and qwen2.5-7b, and sizes that fill no block.
@@ -97,6 +98,24 @@ def test_a_matrix_of_whole_blocks_takes_no_more_bytes_than_its_codes() -> None:
     _, matrix = case((64, 1536), 1, "int4", "bf16")
     words = pack_words(matrix)
     assert sum(part.nbytes for part in parts_of(words)) == sum(part.nbytes for part in parts_of(matrix))
+
+
+def test_the_fastest_configuration_is_chosen_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret()
+    monkeypatch.setattr(_product, "cache", {})
+    times = iter([3.0, 2.0, 4.0, 3.0, 3.0, 2.0, 1.0, 3.0])
+
+    def timed(run: Callable[[], object], quantiles: Sequence[float]) -> list[float]:
+        run()
+        return [next(times)] * len(quantiles)
+
+    monkeypatch.setattr(_product, "_do_bench", timed)
+    x, matrix = case((40, 640), 3, "int4-zeros", "bf16")
+    for _ in range(2):
+        check(launch(_product, x, pack_words(matrix), {}), x, matrix)
+    assert next(times, None) is None
+    assert chosen_configs(3) == ("40 x 640 by 32 rows, 4 warps, 2 stages",)
+    assert chosen_configs(4) == ()
 
 
 COMPILE = """
