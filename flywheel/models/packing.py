@@ -54,7 +54,7 @@ def write_checkpoint(
     for _, key in matrix_keys(spec):
         if codes_of(key) in weights:
             base = key.removesuffix("weight")
-            parts = _parts(weights[codes_of(key)], weights[scales_of(key)], weights.get(zeros_of(key)), own)
+            parts = matrix_parts(weights[codes_of(key)], weights[scales_of(key)], weights.get(zeros_of(key)), own)
             tensors |= {f"{base}{end}": part.contiguous() for end, part in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ignored = [HEAD] if formats.of(HEAD) is None else []
@@ -79,8 +79,8 @@ def describe(own: WeightFormat, ignored: list[str]) -> dict[str, Any]:
             "config_groups": {"group_0": group}, "ignore": ignored, "kv_cache_scheme": None}  # fmt: skip
 
 
-def _parts(codes: Tensor, scales: Tensor, zeros: Tensor | None, own: WeightFormat) -> dict[str, Tensor]:
-    """A matrix's tensors, by the end of their names."""
+def matrix_parts(codes: Tensor, scales: Tensor, zeros: Tensor | None, own: WeightFormat) -> dict[str, Tensor]:
+    """A matrix's tensors as compressed-tensors has them, by the end of their names."""
     stored = scales.reshape(1) if own.rows is None else scales
     if not _packed(own):
         return {"weight": codes, "weight_scale": stored}

@@ -14,15 +14,20 @@ from flywheel.ir import DType
 from flywheel.models.formats import CODES, HEAD, MATRICES, WeightFormat, WeightFormats
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes
 
-Form: TypeAlias = Literal["whole", "codes", "tiles", "words"]
+Form: TypeAlias = Literal["whole", "codes", "tiles", "words", "layers"]
 """How a rival holds quantised matrices: whole (dequantised, rounded to the compute dtype); as codes with scales; as the
-tiles of torch's int4 product; or as the words of the Triton kernel."""
+tiles of torch's int4 product; as the words of the Triton kernel; or as layers of Humming."""
 
 TILED_GROUPS: Final = (32, 64, 128, 256)
 """Columns that share a scale in torch's int4 product."""
 
 WORDS_GROUP: Final = 128
 """Columns that share a scale in the Triton kernel. A scale may repeat."""
+
+_PACKAGES: Final[Mapping[Form, tuple[str, str]]] = MappingProxyType(
+    {"words": ("triton", "triton"), "layers": ("humming", "humming-kernels")}
+)
+"""For each form that a package multiplies: the module to import, and the package that has it."""
 
 _TILED_ROWS, _TILED_COLUMNS = 8, 32
 _TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -76,6 +81,8 @@ RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(
                   "PyTorch eager in a CUDA graph, int4 by a Triton kernel", form="words", codes=DType.I4),
             Rival("compile-triton", "torch.compile Triton int4, CUDA graph",
                   "as compile, int4 by a Triton kernel", compiled=True, form="words", codes=DType.I4),
+            Rival("humming", "Humming int4, CUDA graph",
+                  "PyTorch eager in a CUDA graph, int4 by Humming's kernels", form="layers", codes=DType.I4),
         )
     }
 )  # fmt: skip
@@ -133,7 +140,7 @@ def refusal(rival: Rival, spec: DecoderSpec, formats: WeightFormats, dtype: DTyp
             return f"{role} is {own.name}; it multiplies {codes}"
         if own is not None and rival.form == "tiles" and (why := _untiled(role, own, shapes[role], dtype)):
             return why
-        if own is not None and rival.form == "words" and (why := _unworded(role, own, dtype)):
+        if own is not None and rival.form in _PACKAGES and (why := _ungrouped(role, own, rival.form, dtype)):
             return why
     for roles in _TOGETHER:
         if len({formats.of(role) for role in roles}) > 1:
@@ -153,13 +160,16 @@ def _untiled(role: str, own: WeightFormat, shape: tuple[int, ...], dtype: DType)
     return None
 
 
-def _unworded(role: str, own: WeightFormat, dtype: DType) -> str | None:
-    """Why the Triton kernel does not multiply an int4 matrix; None if it does."""
+def _ungrouped(role: str, own: WeightFormat, form: Form, dtype: DType) -> str | None:
+    """Why a package's kernel does not multiply an int4 matrix; None if it does."""
     if dtype not in (DType.BF16, DType.F16):
         return f"computes in {dtype.name.lower()}; it computes in bf16 and f16"
     if own.rows != 1 or own.group is None or own.group % WORDS_GROUP:
         return f"{role} is {own.name}; it takes scales of groups of multiples of {WORDS_GROUP}"
-    return None if find_spec("triton") else "triton is not installed; pip install triton"
+    if own.wide and form == "layers":
+        return f"{role} is {own.name}; it takes scales in {dtype.name.lower()}"
+    module, package = _PACKAGES[form]
+    return None if find_spec(module) else f"{module} is not installed; pip install {package}"
 
 
 def dequantises(contestant: str) -> bool:

@@ -1,8 +1,9 @@
 """Products with a rival's matrices: whole ones, quantised codes with scales, torch's int4 tiles, and a Triton kernel's
-words.
+words, and layers of a package.
 
 These are the common ways to multiply quantised weights in PyTorch: a compiler that dequantises inside the product,
-`torch.ops.aten._weight_int4pack_mm`, known as tinygemm, and a kernel of one's own (`triton_product`).
+`torch.ops.aten._weight_int4pack_mm`, known as tinygemm, a kernel of one's own (`triton_product`), and a package of
+kernels (`humming_product`).
 
 Source: meta-pytorch/gpt-fast, `quantize.py`; pytorch/ao, `quant_primitives.py`; pytorch/pytorch,
 `aten/src/ATen/native/cuda/int4mm.cu`.
@@ -10,7 +11,7 @@ Source: meta-pytorch/gpt-fast, `quantize.py`; pytorch/ao, `quant_primitives.py`;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Final, TypeAlias
@@ -60,7 +61,16 @@ class Words:
     zeros: Tensor | None
 
 
-Matrix: TypeAlias = Tensor | Coded | Tiled | Words
+@dataclass(frozen=True, slots=True)
+class Layered:
+    """An int4 matrix in the layout of a package that also multiplies by it: `product` of x [rows, K] is [rows, N].
+    `parts` are the tensors that it reads."""
+
+    product: Callable[[Tensor], Tensor]
+    parts: tuple[Tensor, ...]
+
+
+Matrix: TypeAlias = Tensor | Coded | Tiled | Words | Layered
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
@@ -75,6 +85,8 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
     if isinstance(matrix, Words):
         made = torch.ops.flywheel.multiply_words(x, matrix.words, matrix.scales, matrix.zeros)
         return made
+    if isinstance(matrix, Layered):
+        return matrix.product(x)
     return linear(x, matrix)
 
 
@@ -84,6 +96,8 @@ def parts_of(matrix: Matrix) -> tuple[Tensor, ...]:
         return (matrix,)
     if isinstance(matrix, Tiled):
         return matrix.tiles, matrix.scales
+    if isinstance(matrix, Layered):
+        return matrix.parts
     codes = matrix.words if isinstance(matrix, Words) else matrix.codes
     return (codes, matrix.scales) if matrix.zeros is None else (codes, matrix.scales, matrix.zeros)
 

@@ -63,14 +63,14 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     dtype on one device.
 
     `form` must be one that `lineup.refusal` accepts. It stores quantised matrices whole (dequantised, rounded to that
-    dtype), as codes, as tiles, or as words.
+    dtype), as codes, as tiles, as words, or as layers. Raises KernelCompileError for layers that do not compile.
     """
     embed = weights[model_weight_key(spec, "embed")]
 
     def stored(*keys: str) -> Matrix:
         if form != "whole" and codes_of(keys[0]) in weights:
             coded = join([_coded(weights, key) for key in keys])
-            return _in_form(coded, form)
+            return _in_form(coded, form, embed.dtype)
         parts = [_whole(weights, key, embed.dtype) for key in keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -100,7 +100,11 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     return FusedWeights(embed, tuple(layer(i) for i in range(spec.n_layers)), final_norm, stored(head))
 
 
-def _in_form(coded: Coded, form: Form) -> Matrix:
+def _in_form(coded: Coded, form: Form, dtype: torch.dtype) -> Matrix:
+    if form == "layers":
+        from flywheel.rivals.humming_product import layer_of
+
+        return layer_of(coded, dtype)
     if form == "words":
         from flywheel.rivals.triton_product import pack_words
 

@@ -148,6 +148,7 @@ def test_tiles_of_another_order_of_nibbles_fail_the_verdict() -> None:
         ("triton", "int4", "f32", "computes in f32; it computes in bf16 and f16"),
         ("triton", "int4-row", "bf16", "q_proj is int4-row; it takes scales of groups of multiples of 128"),
         ("compile-triton", "int4,lm_head=int4-g64", "bf16", "lm_head is int4-g64; it takes scales of groups"),
+        ("humming", "int4-f32", "bf16", "q_proj is int4-f32; it takes scales in bf16"),
     ],
 )
 def test_what_a_rival_does_not_multiply_it_refuses_by_name(rival: str, text: str, name: str, why: str) -> None:
@@ -156,13 +157,14 @@ def test_what_a_rival_does_not_multiply_it_refuses_by_name(rival: str, text: str
     assert given.startswith(why)
 
 
-def test_without_triton_its_rival_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_a_rival_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     formats = parse_formats("int4", "bf16")
-    assert refusal(RIVALS["triton"], LLAMA, formats, DType.BF16) is None
+    monkeypatch.setattr("flywheel.rivals.lineup.find_spec", lambda name: name)
+    assert [refusal(RIVALS[name], LLAMA, formats, DType.BF16) for name in ("triton", "humming")] == [None, None]
     monkeypatch.setattr("flywheel.rivals.lineup.find_spec", lambda name: None)
-    told = refusal(RIVALS["triton"], LLAMA, formats, DType.BF16)
-    assert told == "triton is not installed; pip install triton"
-    assert refusal(RIVALS["tinygemm"], LLAMA, formats, DType.BF16) is None
+    assert [refusal(RIVALS[name], LLAMA, formats, DType.BF16) for name in ("triton", "humming", "tinygemm")] == [
+        "triton is not installed; pip install triton", "humming is not installed; pip install humming-kernels", None,
+    ]  # fmt: skip
 
 
 @each_spec
