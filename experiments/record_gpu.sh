@@ -200,12 +200,12 @@ all=(
   search:llama3-8b bench:llama3-8b:cublas,compile:3 trace:llama3-8b
   search:llama3-8b/int8:250 bench:llama3-8b/int8:cublas,compile-int8:3 trace:llama3-8b/int8
   search:llama3-8b/fp8:250 bench:llama3-8b/fp8:cublas,compile-fp8:3 trace:llama3-8b/fp8
-  search:llama3-8b/int4:250 bench:llama3-8b/int4:cublas,tinygemm:3 trace:llama3-8b/int4
-  search:llama3.2-1b/int4:250 bench:llama3.2-1b/int4:cublas,tinygemm:3 trace:llama3.2-1b/int4
+  search:llama3-8b/int4:250 bench:llama3-8b/int4:cublas,tinygemm,triton:3 trace:llama3-8b/int4
+  search:llama3.2-1b/int4:250 bench:llama3.2-1b/int4:cublas,tinygemm,triton:3 trace:llama3.2-1b/int4
   search:llama3.2-1b/fp8:250 bench:llama3.2-1b/fp8:cublas,compile-fp8:3 trace:llama3.2-1b/fp8
   search:llama3.2-1b/int8:150 bench:llama3.2-1b/int8:cublas,compile-int8:3
   search:llama3-70b/int4:30 bench:llama3-70b/int4:tinygemm:2
-  search:qwen3-8b/int4:150 search:qwen3-8b/int4/8:150:60 batches:qwen3-8b/int4:cublas:1,8 trace:qwen3-8b/int4/8
+  search:qwen3-8b/int4:150 search:qwen3-8b/int4/8:150:60 batches:qwen3-8b/int4:cublas,triton:1,8 trace:qwen3-8b/int4/8
   search:qwen3-0.6b bench:qwen3-0.6b:compile:3
   batches:llama3.2-1b:cublas batches:llama3-8b:cublas contexts:llama3.2-1b:cublas
   long:llama3.1-8b:32768:25:45

@@ -12,6 +12,7 @@ from humming.layer import HummingLayer
 
 from flywheel.errors import KernelCompileError
 from flywheel.ir import DType
+from flywheel.models.decoder import MAX_BATCH
 from flywheel.models.formats import WeightFormat
 from flywheel.models.packing import describe, matrix_parts
 from flywheel.models.quantise import shape_of
@@ -32,7 +33,8 @@ def layer_of(matrix: Coded, dtype: torch.dtype) -> Layered:
         layer.to(matrix.codes.device)
         layer.load_from_tensors(matrix_parts(matrix.codes, matrix.scales, matrix.zeros, own))
         layer.transform()
-        layer(torch.zeros((1, width), dtype=dtype, device=matrix.codes.device))
+        for rows in (1, 4, MAX_BATCH):  # compiles
+            layer(torch.zeros((rows, width), dtype=dtype, device=matrix.codes.device))
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
