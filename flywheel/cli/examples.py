@@ -38,6 +38,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         ),
         "import": (
             "flywheel import first.tsv --name again",
+            "flywheel import trials.csv --name theirs  # from pandas or a spreadsheet",
             "flywheel import best.json --name next  # whose search tries it first",
         ),
         "evaluate": (

@@ -13,6 +13,7 @@ from click.testing import Result
 from strangers import watched
 
 from flywheel.api.frame import to_dataframe
+from flywheel.cli.export import FORMATS
 from flywheel.interop.amk import schedule_id
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import COLUMNS
@@ -78,6 +79,18 @@ def test_an_exported_csv_comes_back_and_says_which_columns_it_ignores(run: Run, 
     assert result.stderr == "-: ignored columns, which are none of a trial's: 'seen'\n"
     again = json.loads(run("import", "-", "--name", "small", "--json", stdin=table).stdout)
     assert (again["trials"], again["new_trials"]) == (5, 0)
+
+
+def test_of_the_files_that_export_writes_import_takes_those_of_which_the_docs_say_so(run: Run, searched: Path) -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8").split())
+    assert "is the inverse of `flywheel export --format tsv` and `--format csv`" in page
+    assert "`flywheel export --format schedule` writes the best schedule as JSON, with its provenance. Imp" in page
+    codes = {}
+    for form in (form for form in FORMATS if form != "bundle"):  # a directory
+        assert run("export", "--format", form, "--campaign", "small", "--store", searched, "-o", form).exit_code == 0
+        codes[form] = run("import", form, "--name", form).exit_code
+    assert codes.pop("program") in (2, 5)
+    assert codes == {"schedule": 0, "tsv": 0, "csv": 0, "t4": 2, "optuna": 2}
 
 
 def test_a_csv_with_one_bad_cell_is_refused_in_one_line_and_leaves_no_row(run: Run, searched: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import shlex
 import tomllib
@@ -201,7 +202,7 @@ def test_pages_name_the_extras_and_the_python_of_the_distribution(root: Path) ->
 
 @pytest.mark.parametrize(
     ("page", "names"),
-    [("docs/search.md", SAMPLERS), ("docs/store.md", set(FORMATS) - {"program", "bundle", "csv"}),
+    [("docs/search.md", SAMPLERS), ("docs/store.md", set(FORMATS) - {"program", "bundle"}),
      ("docs/weights.md", {*CODES, *DTYPES}), ("docs/bundle.md", {"bundle"})],
     ids=["samplers", "formats of exports", "formats of weights", "bundles"],
 )  # fmt: skip
@@ -226,6 +227,7 @@ def counts() -> Iterator[tuple[str, str]]:
             f"{shipped['2xh200']} on two H200, {shipped['h100']} on an H100, {shipped['2xh100']} on two H100."
         ),
     )
+    yield "docs/store.md", f"A cell has at most {csv.field_size_limit():,} characters."
     most = NUMBERS[MAX_BATCH]
     yield "README.md", f"for one to {most} sequences"
     yield "docs/compare.md", f"a step for at most {most} sequences"
