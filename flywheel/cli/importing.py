@@ -30,7 +30,7 @@ from flywheel.measure.standing import trials_of
 from flywheel.models.decoder import MAX_BATCH
 from flywheel.models.formats import weights_name
 from flywheel.search.provenance import search_command
-from flywheel.search.spec import check_name
+from flywheel.search.spec import DEFAULT_TRIALS, check_name
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document
 from flywheel.store.tsv import is_table, names_batch, read_table
@@ -130,7 +130,8 @@ def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any
         made, new = import_trials(store, name, kept)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    return {**_document(store, made), "trials": len(trials_of(kept)), "new_trials": new, "priors": 0}
+    trials = len(trials_of(store.trials(made.name)))
+    return {**_document(store, made, trials), "trials": len(trials_of(kept)), "new_trials": new, "priors": 0}
 
 
 def _schedule(parsed: object, path: str) -> Schedule:
@@ -165,10 +166,11 @@ def _priors(
     workload = make_workload(**work)
     settled = settle_measure(measure, workload.target, capture_environment().device, missing_modules())
     made = import_priors(store, name, workload, settled, configs)
-    return {**_document(store, made), "trials": 0, "new_trials": 0, "priors": len(configs)}
+    return {**_document(store, made, 0), "trials": 0, "new_trials": 0, "priors": len(configs)}
 
 
-def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
+def _document(store: Store, campaign: Campaign, trials: int) -> dict[str, Any]:
+    """The facts of a campaign with that many trials, and the command that makes DEFAULT_TRIALS more."""
     return {
         "campaign": campaign.name,
         "model": campaign.model,
@@ -179,7 +181,7 @@ def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
         "weights": campaign.weights,
         "measure": campaign.measure,
         "store": store.name,
-        "command": search_command(campaign),
+        "command": search_command(campaign, trials + DEFAULT_TRIALS),
     }
 
 

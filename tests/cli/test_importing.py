@@ -133,6 +133,14 @@ def test_the_command_that_it_names_goes_on_from_there(run: Run, table: str) -> N
     assert json.loads(result.stdout)["new_trials"] == 1
 
 
+def test_the_command_that_it_names_makes_more_trials_than_there_are(run: Run, table: str) -> None:
+    header, row, *_ = table.splitlines()
+    at = header.split("\t").index("trial")
+    rows = ["\t".join([*row.split("\t")[:at], str(number), *row.split("\t")[at + 1 :]]) for number in range(130)]
+    document = json.loads(run("import", "-", "--name", "copy", "--json", stdin="\n".join([header, *rows])).stdout)
+    assert " --trials 250 " in document["command"]
+
+
 def without(table: str, *columns: str) -> str:
     """The table as a version wrote it that did not have these columns."""
     rows = [line.split("\t") for line in table.splitlines()]
