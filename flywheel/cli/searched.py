@@ -131,7 +131,12 @@ def _beaten(best: TrialRecord | None, answer: Known | None) -> str | None:
     """That a measured schedule goes before this search's prediction, if one does."""
     if answer is None or best is None or answer.origin is best:
         return None
-    return f"{us_of(best)} for the best of this search; a prediction does not replace a measurement"
+    assert best.predicted_us is not None  # what was measured is an answer itself
+    band = band_of(best.gpu, best.predictor or "")
+    return (
+        f"{us_of(best)} for the best of this search, {band.words(best.predicted_us)}; a prediction does not replace a "
+        "measurement"
+    )
 
 
 def _range_us(best: TrialRecord) -> list[float] | None:
