@@ -1,10 +1,10 @@
 """A product with an int4 matrix as a Triton kernel, for one to eight rows.
 
 Import it only where triton is installed. A matrix [N, K] is packed once. A block of 8 rows and 512 columns is 512 words
-of 32 bits, laid out as the tensor cores' `m16n8k16` holds its first operand, so that a thread loads 16 bytes that it
-multiplies itself. A word has a number of each eighth of its block's columns. Two numbers become two halves by one AND
-and OR: 0x4300 and 0x6400 are 128 and 1024 in bfloat16 and float16, and the number is added by its bits. The product of
-a row of ones tells what these offsets, and zero points, add. Each warp multiplies columns of its own.
+of 32 bits, in the order in which tensor cores take their first operand (`mma.m16n8k16`), so that a thread loads 16
+bytes that it multiplies itself. A word has two neighbours of each of 4 groups. By one AND and OR they become two
+halves: 0x4300 and 0x6400 are 128 and 1024 in bfloat16 and float16, and the bits of a number add it. A product with ones
+tells what these offsets, and zero points, add. Each warp multiplies columns of its own.
 
 Source: IST-DASLab/marlin, `marlin_cuda_kernel.cu` (layout, numbers as bits of halves); NVIDIA PTX ISA, "Matrix
 Fragments for mma.m16n8k16".
@@ -73,13 +73,13 @@ def pack_words(matrix: Coded) -> Words:
 def _words(numbers: Tensor) -> Tensor:
     """The words of numbers 0..15 [8 n, 512 m] -> [n, m, 4, 8, 16].
 
-    Column 64 p + 16 s + 8 h + 2 q + e of a block is in word 4 q + 2 h + e of part s. Its number there is p / 2, plus 4
-    if p is odd, so that two numbers 16 bits apart are of one group.
+    Of column 32 s + 16 h + 4 q + 2 e of group i, and of the next, the numbers are in part s, word 4 q + 2 h + e: the
+    numbers i and i + 4 of its eight.
     """
     height, width = numbers.shape
-    apart = numbers.view(height // ROWS, ROWS, width // _COLUMNS, 4, 2, 4, 2, 4, 2)
-    #                    n            r    m                  i  odd s  h  q  e
-    placed = apart.permute(0, 2, 5, 1, 7, 6, 8, 4, 3).reshape(height // ROWS, width // _COLUMNS, 4, ROWS, 16, 8)
+    apart = numbers.view(height // ROWS, ROWS, width // _COLUMNS, 4, 4, 2, 4, 2, 2)
+    #                    n            r    m                  i  s  h  q  e  half
+    placed = apart.permute(0, 2, 4, 1, 6, 5, 7, 8, 3).reshape(height // ROWS, width // _COLUMNS, 4, ROWS, 16, 8)
     made = torch.zeros(placed.shape[:-1], dtype=torch.int32, device=numbers.device)
     for place in range(8):
         made |= placed[..., place].int() << 4 * place
@@ -141,37 +141,33 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     dtype = x_ptr.dtype.element_ty
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     known = tl.minimum(row, height - 1)
-    block = tl.minimum(tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS), (height - 1) // 8)
     n_wide = (width + 511) // 512
     warp = tl.arange(0, WARPS)
-    # [8 rows, warp, block, part, word]. Dimensions in this order are what threads, then warps share out in loads.
-    words_at = (
-        words_ptr
-        + block.to(tl.int64)[None, None, :, None, None] * (n_wide * 512)
-        + warp[None, :, None, None, None] * 512
-        + tl.arange(0, 8)[:, None, None, None, None] * 16
-        + tl.arange(0, 4)[None, None, None, :, None] * 128
-        + tl.arange(0, 16)[None, None, None, None, :]
-    )
-    column = warp[:, None, None] * 512 + tl.arange(0, 64)[None, :, None]
+    # [block, part, warp]: a load gives each warp the parts of its own place, and a lane 4 of their 128 words.
+    part_of = tl.arange(0, BLOCKS * 4 * WARPS)
+    own = part_of % WARPS
+    block = tl.minimum(tl.program_id(0) * BLOCKS + part_of // (4 * WARPS), (height - 1) // 8)
+    start = (block.to(tl.int64) * n_wide + own) * 512 + part_of // WARPS % 4 * 128
+    words_at = words_ptr + start[:, None] + tl.arange(0, 128)[None, :]
+    column = warp[:, None, None] * 512 + tl.arange(0, 128)[None, :, None]
     row_of_x = tl.arange(0, 8)[None, None, :]
-    ones = tl.full((WARPS, TALL, 64), 1.0, tl.float32).to(dtype)
+    one = tl.full((WARPS, TALL, 64), 1.0, tl.float32).to(dtype)
+    ones = tl.reshape(tl.join(one, one), (WARPS, TALL, 128))  # so that it has the layout of the numbers
     sums = tl.zeros((WARPS, TALL, 8), tl.float32)
     for first in tl.range(0, n_wide, WARPS):
         live = first + warp < n_wide
-        loaded = tl.load(words_at + first * 512, mask=live[None, :, None, None, None], other=0)
-        parted = tl.reshape(loaded, (8, WARPS, BLOCKS // 2, 2, 4, 4, 2, 2))
-        words = tl.reshape(tl.permute(parted, (1, 2, 3, 0, 4, 6, 5, 7)), (WARPS, TALL, 64))
+        loaded = tl.load(words_at + first * 512, mask=(first + own < n_wide)[:, None], other=0)
+        parted = tl.reshape(loaded, (BLOCKS // 2, 2, 4, WARPS, 8, 4, 2, 2))
+        words = tl.reshape(tl.permute(parted, (3, 0, 1, 4, 2, 6, 5, 7)), (WARPS, TALL, 64))
         for i in tl.static_range(4):  # a group each
             pair = ((words >> (4 * i)) & 0x000F000F) | magic
             low = pair.to(tl.int16).to(dtype, bitcast=True)
             high = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+            both = tl.reshape(tl.join(low, high), (WARPS, TALL, 128))
             at = column + (first * 512 + i * 128)
-            here = row_of_x < ROWS_OF_X
-            x_low = tl.load(x_ptr + row_of_x * width + at, mask=here & (at < width), other=0.0)
-            x_high = tl.load(x_ptr + row_of_x * width + at + 64, mask=here & (at + 64 < width), other=0.0)
-            part = tl.dot(high, x_high, tl.dot(low, x_low))
-            total = tl.dot(ones, x_high, tl.dot(ones, x_low))
+            x = tl.load(x_ptr + row_of_x * width + at, mask=(row_of_x < ROWS_OF_X) & (at < width), other=0.0)
+            part = tl.dot(both, x)
+            total = tl.dot(ones, x)
             at_group = ((first + warp) * 4 + i)[:, None].to(tl.int64) * height + known[None, :]
             scale = tl.load(scales_ptr + at_group, mask=live[:, None], other=0.0).to(tl.float32)
             if HAS_ZEROS:

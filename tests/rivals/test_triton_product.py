@@ -138,15 +138,19 @@ for arch, config in ((80, CONFIGS[0]), (90, CONFIGS[-2])):
 
 
 @pytest.mark.long
-def test_the_kernel_compiles_to_machine_code_of_two_architectures_within_their_memory(
+def test_the_kernel_compiles_for_two_architectures_and_no_number_of_the_matrix_changes_its_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Without stages of loads, shared memory holds what each of 4 warps multiplies, and nothing else: 128 columns of x
+    in 8 rows. With two, also the words of a load."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    for line, (arch, most) in zip(run.stdout.splitlines(), ((80, 163 * 1024), (90, 227 * 1024)), strict=True):
+    x, words = 4 * 128 * 8 * 2, 4 * 4 * 512 * 4
+    for line, (arch, most) in zip(run.stdout.splitlines(), ((80, x), (90, 4 * x + words + 1024)), strict=True):
         found, products, shared, nbytes = map(int, line.split())
-        assert (found, products > 0, shared <= most, nbytes > 0) == (arch, True, True, True)
+        assert (found, products > 0, nbytes > 0) == (arch, True, True)
+        assert shared <= most
 
 
 @pytest.mark.gpu
