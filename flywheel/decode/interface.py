@@ -153,8 +153,8 @@ def _widths(program: MegakernelProgram, spec: DecoderSpec, found: Mapping[str, l
     if dtype is None or dtype not in DTYPES.values() or not 1 <= batch <= MAX_BATCH or context > spec.reach:
         return {}
     graph = decode_step(spec, context, dtype, batch)
-    blocks = [("", graph.prologue), *((f"L{i}.", graph.layer) for i in range(spec.n_layers)), ("", graph.epilogue)]
-    widths = {prefix + name: tensor.shape[-1] for prefix, block in blocks for name, tensor in block.tensors.items()}
+    named = graph.named_blocks
+    widths = {prefix + name: tensor.shape[-1] for prefix, block in named for name, tensor in block.tensors.items()}
     partials = {name: spec.n_heads * (spec.head_dim + _PARTIAL_EXTRA) for name in found if _PARTIAL in name}
     return {**widths, **partials}
 
@@ -302,9 +302,8 @@ def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interfac
     for buffer in program.buffers:
         if buffer.kind in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT):
             named.setdefault(buffer.name, []).append(buffer)
-    blocks = [("", graph.prologue), *((f"L{i}.", graph.layer) for i in range(spec.n_layers)), ("", graph.epilogue)]
     buffers: dict[str, tuple[str, ...]] = {}
-    for prefix, block in blocks:
+    for prefix, block in graph.named_blocks:
         for name, tensor in block.tensors.items():
             if tensor.kind in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT):
                 if _is(named.get(prefix + name, ()), tensor.dtype, tensor.shape):

@@ -1,13 +1,14 @@
-"""Programs whose layers are alike: one layer is spelled out, and all others are that layer with other ids.
+"""Programs whose layers repeat: a period of layers is spelled out, and all others are that period with other ids.
 
-Lowering spells out four parts: the prologue, the first layer, the second layer, and the epilogue. The second layer, the
-*template*, comes `times` times. Each time, the ids of buffers and counters of the template and of the layer before it
-grow by the number of a layer's records; smaller ids stay. The epilogue's ids are those that it has where the template
-comes once. Source: docs/ir.md, "Proof by layers".
+Lowering spells out four parts: what comes before, a period of layers, the next period, and what follows. The second
+period, the *template*, comes `times` times. Each time, the ids of buffers and counters of the template and of the
+period before it grow by the number of a period's records; smaller ids stay. What follows has the ids that it has where
+the template comes once. Where all layers are alike, a period is one layer. Source: docs/ir.md, "Proof by layers".
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar, cast, overload
@@ -18,8 +19,26 @@ from flywheel.ir.records import Buffer, Counter
 R = TypeVar("R", bound=Buffer | Counter)
 T = TypeVar("T")
 
-INDEX: Final = "{i}"
-"""Stands for the number of the layer in texts of the template."""
+_INDEX: Final = re.compile(r"\{i(?:\+([1-9][0-9]{0,5}))?\}")
+
+
+def index_of(behind: int) -> str:
+    """What stands in texts for the number of the layer that comes `behind` the template's first; see `spell`."""
+    return f"{{i+{behind}}}" if behind else "{i}"
+
+
+def split_at_index(text: str) -> tuple[str, int, str] | None:
+    """(what comes before the number of a layer, how far the layer is behind the template's first, what follows); None
+    where a text has no such number."""
+    found = _INDEX.search(text)
+    return None if found is None else (text[: found.start()], int(found[1] or 0), text[found.end() :])
+
+
+def spell(text: str, first: int) -> str:
+    """The text with its number of a layer, where the template's first layer has the number `first`."""
+    if "{i" not in text:
+        return text
+    return _INDEX.sub(lambda found: str(first + int(found[1] or 0)), text)
 
 
 MAX_TIMES: Final = 1 << 16
@@ -47,13 +66,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """How often the template comes, the number of its first layer, and its part of each table."""
+    """How often the template comes, the number of its first layer, its part of each table, and its number of layers."""
 
     times: int
     index: int
     runs: Span
     buffers: Span
     counters: Span
+    period: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError for values of which no tables can be made."""
@@ -61,6 +81,8 @@ class Layers:
             raise ValueError(f"layers: times={self.times!r:.40}, index={self.index!r:.40}")
         if not 0 <= self.index <= MAX_TIMES:
             raise ValueError(f"layers: index={self.index!r:.40} is not in 0..{MAX_TIMES}")
+        if type(self.period) is not int or not 1 <= self.period <= MAX_TIMES:
+            raise ValueError(f"layers: period={self.period!r:.40} is not in 1..{MAX_TIMES}")
         for span in (self.runs, self.buffers, self.counters):
             if type(span) is not Span or type(span.start) is not int or type(span.stop) is not int:
                 raise ValueError(f"layers: {span!r:.80} is no span")
@@ -69,20 +91,25 @@ class Layers:
             if span.stop + self.times * span.size > MAX_PLACE:
                 raise ValueError(f"layers: {self.times} of {span!r:.80} end beyond place {MAX_PLACE}")
 
+    def first(self, by: int) -> int:
+        """The number of the template's first layer, `by` periods later."""
+        return self.index + by * self.period
+
     def shift(self, by: int) -> Shift:
-        """The shift by `by` layers."""
+        """The shift by `by` periods."""
         buffers, counters = self.buffers, self.counters
-        return Shift(buffers.least, by * buffers.size, counters.least, by * counters.size, str(self.index + by))
+        return Shift(buffers.least, by * buffers.size, counters.least, by * counters.size, self.first(by))
 
 
 class Shift(NamedTuple):
-    """How a record changes from layer to layer: ids from a least one on grow, and texts name the layer."""
+    """How a record changes from period to period: ids from a least one on grow, and texts name the layer."""
 
     least_buffer: int
     buffers: int
     least_counter: int
     counters: int
-    layer: str
+    layer: int
+    """The number of the template's first layer."""
 
 
 class Layered(Sequence[R]):
@@ -99,8 +126,8 @@ class Layered(Sequence[R]):
             raise ValueError(f"{spelled!r:.80} is no table of buffers or counters with layers")
         if any(type(each.id) is not int or each.id != place for place, each in enumerate(spelled)):
             raise ValueError("the id of a record is not its place")
-        if any(type(text) is not str or text.count(INDEX) > 1 for each in spelled for text in _texts(each)):
-            raise ValueError(f"a text of a record is not a string, or has {INDEX} twice")
+        if any(type(text) is not str or text.count("{i") > 1 for each in spelled for text in _texts(each)):
+            raise ValueError("a text of a record is not a string, or has two numbers of layers")
         self.spelled: tuple[R, ...] = tuple(spelled)
         self.layers: Layers = layers
         self._all: tuple[R, ...] | None = None
@@ -170,12 +197,11 @@ def _texts(each: Buffer | Counter) -> tuple[object, ...]:
 
 
 def moved(each: R, by: int, layers: Layers) -> R:
-    """A record of the template or the epilogue, moved by `by` layers."""
-    index = str(layers.index + by)
+    """A record of the template or of what follows, moved by `by` periods."""
+    first = layers.first(by)
     if isinstance(each, Counter):
-        counter = make_counter(each.id + by * layers.counters.size, each.init, each.note.replace(INDEX, index))
-        return cast(R, counter)
-    source = each.source.replace(INDEX, index) if each.source is not None else None
-    name, number = each.name.replace(INDEX, index), each.id + by * layers.buffers.size
+        return cast(R, make_counter(each.id + by * layers.counters.size, each.init, spell(each.note, first)))
+    source = spell(each.source, first) if each.source is not None else None
+    name, number = spell(each.name, first), each.id + by * layers.buffers.size
     look = each.kind, each.dtype, each.shape, each.space
     return cast(R, make_buffer(number, name, *look, source, each.rank, each.part))

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple, overload
 
 from flywheel.ir.draft import make_task, make_wait, maker
-from flywheel.ir.layers import INDEX, Layers, Shift
+from flywheel.ir.layers import Layers, Shift, spell
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.recipe import Recipe
 from flywheel.ir.records import Task, Wait
@@ -33,7 +33,7 @@ class Run:
     rank: int = 0
 
     def moved(self, shift: Shift) -> Run:
-        """The same run, some layers later."""
+        """The same run, some periods later."""
         least, further, least_counter, later, layer = shift
         counter = self.out_counter
         return make_run(
@@ -45,7 +45,7 @@ class Run:
                 make_wait(wait.counter + later, wait.threshold) if wait.counter >= least_counter else wait
                 for wait in self.waits
             ]) if later else self.waits,
-            self.label.replace(INDEX, layer),
+            spell(self.label, layer),
             self.tiles,
             self.rank,
         )  # fmt: skip

@@ -62,8 +62,8 @@ class Group:
 
 def plan_fusion(
     graph: Graph, grouping: Sequence[Sequence[str]], first: Graph | None = None
-) -> tuple[list[Group], list[Group], list[Group]]:
-    """The groups of the prologue, of a layer and of the epilogue, in execution order. An operation without a group
+) -> list[list[Group]]:
+    """The groups of each of the graph's blocks, in execution order. An operation without a group
     stands alone.
 
     `first` is the graph of the first GPU, which alone adds the residual. On another GPU, groups leave out operations
@@ -85,11 +85,11 @@ def plan_fusion(
             if name in owner:
                 raise ConfigError(f"{where}: {name!r} is already in fusion_grouping[{owner[name]}]")
             owner[name] = index
-        group = frozenset(names)
-        if len(group) > 1 and not any(pattern.admits(group, present) for pattern in PATTERNS.values()):
-            raise ConfigError(f"{where}: no kernel fuses {', '.join(names)}; see docs/ir.md for the runs that fuse")
-    prologue, layer, epilogue = (_groups(block, grouping, owner) for block in blocks)
-    return prologue, layer, epilogue
+        for among in (present, *[frozenset(op.name for op in block.ops) | {COMBINE} for block in blocks]):
+            group = among.intersection(names)
+            if len(group) > 1 and not any(pattern.admits(group, among) for pattern in PATTERNS.values()):
+                raise ConfigError(f"{where}: no kernel fuses {', '.join(names)}; see docs/ir.md for the runs that fuse")
+    return [_groups(block, grouping, owner) for block in blocks]
 
 
 def _apart(names: Sequence[str]) -> list[list[str]]:
@@ -100,8 +100,10 @@ def _apart(names: Sequence[str]) -> list[list[str]]:
 
 
 def _groups(block: Block, grouping: Sequence[Sequence[str]], owner: dict[str, int]) -> list[Group]:
-    """The groups, each at the place of its last operation."""
-    left = {index: len(names) - (COMBINE in names) for index, names in enumerate(grouping)}
+    """The groups, each at the place of its last operation. A group leaves out operations that the block does not
+    have."""
+    own = {op.name for op in block.ops}
+    left = {index: len(own.intersection(names)) for index, names in enumerate(grouping)}
     members: dict[int, list[Op]] = {}
     groups = []
     for op in block.ops:

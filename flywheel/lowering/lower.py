@@ -3,12 +3,12 @@ bottom."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
-from flywheel.ir.layers import INDEX, Layered, Layers, Span, moved
+from flywheel.ir.layers import Layered, Layers, Span, index_of, moved
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import plan_fusion
@@ -18,7 +18,7 @@ from flywheel.lowering.ranks import Names, graphs_of, joined, place_ranks
 from flywheel.lowering.stamp import Sizes, Stamper
 from flywheel.lowering.tiling import Tiling, read_tiling
 from flywheel.lowering.work import TileSet
-from flywheel.models.graph import Block, Graph, Tensor
+from flywheel.models.graph import Block, Graph, Tensor, cycle_of
 from flywheel.plan import variant_of
 
 MAX_TASKS: Final = 3 << 20
@@ -32,8 +32,8 @@ MAX_BLOCKS: Final = 1 << 10
 """Most KV blocks of a context. Each has a partial, and sharing pages compares partials pairwise. A search has 32."""
 
 ALIKE: Final = 3
-"""How many layers are stamped to see whether all are alike: the first, the template, and one to compare with the
-template."""
+"""How many periods of layers are stamped to see whether all are alike: the first, the template, and one to compare with
+the template."""
 
 
 def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> MegakernelProgram:
@@ -45,7 +45,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
     graphs = graphs_of(graph, config)
     scopes, blocks = _emit(graphs, config, target)
     _check_tasks(graph, blocks)
-    tables, layers = _stamp(graph, scopes, blocks, graph.n_layers <= ALIKE)
+    tables, layers = _stamp(graph, scopes, blocks)
     if len(graphs) == 1:
         sms = place(tables.runs, tables.stages, target.num_sms, config.sm_assignment, layers)
     else:
@@ -73,7 +73,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
 
 
 _Blocks = list[list[TileSet]]
-"""Tile sets of the prologue, of a layer, and of the epilogue."""
+"""Tile sets of the prologue, of each kind of layer, and of the epilogue."""
 
 
 def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) -> tuple[list[Names], _Blocks]:
@@ -102,43 +102,67 @@ def _check_attention(graphs: Sequence[Graph], tilings: Sequence[Tiling]) -> None
 
 
 def _check_tasks(graph: Graph, blocks: _Blocks) -> None:
-    first, layer, last = (sum(len(each.tiles) for each in sets) for sets in blocks)
-    tasks = first + graph.n_layers * layer + last
+    first, *kinds, last = (sum(len(each.tiles) for each in sets) for sets in blocks)
+    tasks = first + sum(kinds[kind] for kind in graph.order) + last
     if tasks > MAX_TASKS:
-        raise ConfigError(f"{graph.n_layers:,} layers of {layer:,} tasks are {tasks:,} in all, more than {MAX_TASKS:,}")
+        sizes = " or ".join(f"{size:,}" for size in kinds)
+        raise ConfigError(f"{graph.n_layers:,} layers of {sizes} tasks are {tasks:,} in all, more than {MAX_TASKS:,}")
 
 
-def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks, spelled: bool) -> tuple[Stamper, Layers | None]:
-    """The tables, and the layers if the second layer can stand for all that follow it.
+def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks) -> tuple[Stamper, Layers | None]:
+    """The tables, and the layers if the second period can stand for all that follow it."""
+    lead, period = cycle_of(graph.order)
+    periods, rest = divmod(graph.n_layers - lead, period)
+    first = lead + period  # of the template
+    if periods > ALIKE:
+        body = _Body(graph, scopes, blocks)
+        body.stamp(range(first))
+        start = body.tables.sizes
+        body.stamp(range(first, first + period), first)
+        stop, stream = body.tables.sizes, body.stream
+        body.stamp(range(first + period, first + 2 * period))
+        layers = _alike(body.tables, start, stop, periods - 1, first, period)
+        if layers is not None:
+            body.tables.cut(stop)
+            body.stream = stream
+            body.stamp(range(first + period, first + period + rest), first)
+            return body.finished(), layers
+    body = _Body(graph, scopes, blocks)
+    body.stamp(range(graph.n_layers))
+    return body.finished(), None
 
-    The layers are `spelled` out if they are too few to compare, or if one differs.
-    """
-    tables = Stamper()
-    shared = tables.stamp(scopes[0], blocks[0], tables.declare(scopes[0], ("token_id", "position")), None)
-    marks, layers = [tables.sizes], None
-    stream = _streams(scopes[0], shared)
-    for index in range(graph.n_layers):
-        template = index == 1 and not spelled
-        ids = tables.stamp(scopes[1], blocks[1], _enter(shared, stream), INDEX if template else str(index))
-        marks.append(tables.sizes)
-        if index == ALIKE - 1 and not spelled:
-            layers = _alike(tables, marks[-3], marks[-2], graph.n_layers - 1)
-            if layers is None:
-                return _stamp(graph, scopes, blocks, True)
-            tables.cut(marks[-2])
-            break
-        stream = _streams(scopes[1], ids)
-    tables.stamp(scopes[2], blocks[2], _enter(shared, stream), None)
-    return tables, layers
+
+class _Body:
+    """The tables of a program, from the prologue on, and the residual stream so far."""
+
+    def __init__(self, graph: Graph, scopes: Sequence[Names], blocks: _Blocks) -> None:
+        self._graph, self._scopes, self._blocks = graph, scopes, blocks
+        self.tables = Stamper()
+        outer = self.tables.declare(scopes[0], ("token_id", "position"))
+        self._shared = self.tables.stamp(scopes[0], blocks[0], outer, None)
+        self.stream = _streams(scopes[0], self._shared)
+
+    def stamp(self, layers: Iterable[int], first: int | None = None) -> None:
+        """Append layers. Their texts count them from `first`, the template's first layer; None for plain numbers."""
+        for index in layers:
+            place = 1 + self._graph.order[index]
+            text = str(index) if first is None else index_of(index - first)
+            ids = self.tables.stamp(self._scopes[place], self._blocks[place], _enter(self._shared, self.stream), text)
+            self.stream = _streams(self._scopes[place], ids)
+
+    def finished(self) -> Stamper:
+        """The tables with the epilogue."""
+        self.tables.stamp(self._scopes[-1], self._blocks[-1], _enter(self._shared, self.stream), None)
+        return self.tables
 
 
-def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int) -> Layers | None:
-    """The layers, if the block stamped last equals the template, which spans `start` to `stop`, moved by one layer.
+def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int, first: int, period: int) -> Layers | None:
+    """The layers, if the period stamped last equals the template, which spans `start` to `stop`, moved by one period.
 
-    A layer's waits depend on itself and the layer before alone. So if these two layers are alike, all are.
+    A period's waits depend on itself and the period before alone. So if these two periods are alike, all are.
     """
     runs, buffers, counters = (Span(*ends) for ends in zip(start, stop, strict=True))
-    layers = Layers(times, 1, runs, buffers, counters)
+    layers = Layers(times, first, runs, buffers, counters, period)
     shift = layers.shift(1)
     alike = (
         [run.moved(shift) for run in tables.runs[runs.start : runs.stop]] == tables.runs[runs.stop :]

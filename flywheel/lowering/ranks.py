@@ -43,7 +43,8 @@ def graphs_of(graph: Graph, config: ScheduleConfig) -> tuple[Graph, ...]:
         raise ConfigError(f"tiling.exchange.bits={bits} is not 16 or 32")
     wide = _BITS[bits]
     dtype = graph.dtype if wide is None else wide
-    return tuple([replace(each, layer=_with_summands(each.layer, dtype)) for each in graph.ranks])
+    summed = [[_with_summands(kind, dtype) for kind in each.kinds] for each in graph.ranks]
+    return tuple([replace(each, kinds=tuple(kinds)) for each, kinds in zip(graph.ranks, summed, strict=True)])
 
 
 def _with_summands(layer: Block, dtype: DType) -> Block:

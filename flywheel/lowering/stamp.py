@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, MemSpace, Run, Wait
 from flywheel.ir.draft import make_buffer, make_counter, make_wait
-from flywheel.ir.layers import INDEX
 from flywheel.ir.runs import make_run
 from flywheel.lowering.ranks import Names
 from flywheel.lowering.work import TileSet
@@ -43,7 +42,8 @@ class Stamper:
     ) -> dict[str, int]:
         """Append the `sets` of one block. The result is buffer ids by the block's tensor names.
 
-        `outer` has the names from outside the block. `layer` is the number of a layer, or INDEX for the template.
+        `outer` has the names from outside the block. `layer` is the number of a layer, or
+        what stands for it in the template and behind it.
         """
         ids = dict(outer)
         prefix = "" if layer is None else f"L{layer}."
@@ -93,7 +93,7 @@ class Stamper:
         tensor = scope.tensor(name)
         source = tensor.source
         if source is not None and layer is not None:
-            source = source.replace(INDEX, layer)
+            source = source.format(i=layer)
         space = MemSpace.GLOBAL_SCRATCH if tensor.kind is BufferKind.ACTIVATION else MemSpace.HBM
         number = len(self.buffers)
         label = f"{prefix}{name}"

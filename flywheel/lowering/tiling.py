@@ -65,8 +65,8 @@ def even_rows(n_out: int, parts: int) -> int:
 
 def read_tiling(config: ScheduleConfig, graph: Graph, num_sms: int) -> Tiling:
     """Check every key and size of `config.tiling`. Raises ConfigError."""
-    blocks = (graph.prologue, graph.layer, graph.epilogue)
-    projections = [op.name for block in blocks for op in block.ops if op.kind is InstructionKind.GEMV_TILE]
+    ops = [op for block in graph.blocks for op in block.ops]
+    projections = list(dict.fromkeys(op.name for op in ops if op.kind is InstructionKind.GEMV_TILE))
     for archetype, sizes in config.tiling.items():
         family, dot, projection = archetype.partition(".")
         if family not in _SIZES or (dot and (family != "gemv" or projection not in projections)):

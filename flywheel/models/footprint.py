@@ -35,9 +35,10 @@ def footprint(graph: Graph) -> Footprint:
     """The footprint of a graph's step, for any schedule. A tensor that several operations share counts once."""
     sizes = dict.fromkeys(BufferKind, 0)
     sources: set[str] = set()
-    for block, layers in ((graph.prologue, 1), (graph.layer, graph.n_layers), (graph.epilogue, 1)):
-        for kind, nbytes in _tensors(block, sources):
-            sizes[kind] += layers * nbytes
+    layers = [(block, graph.order.count(number), set[str]()) for number, block in enumerate(graph.kinds)]
+    for block, times, known in ((graph.prologue, 1, sources), *layers, (graph.epilogue, 1, sources)):
+        for kind, nbytes in _tensors(block, known):
+            sizes[kind] += times * nbytes
     weights, caches = sizes[BufferKind.WEIGHT] + sizes[BufferKind.CONST], sizes[BufferKind.KV_CACHE]
     return Footprint(weights, caches, sum(sizes.values()) - weights - caches)
 

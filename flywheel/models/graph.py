@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -83,23 +83,25 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Embedding, `n_layers` times the same layer, head.
+    """Embedding, layers, head.
 
-    Layers read the residual stream as tensor `x` and write `x_out`, which is `x` to whatever follows. `{i}` in a
-    layer's `source` stands for its index. The `batch` rows of every activation are tokens: of a sequence each, at a
-    position of its own, or with `lanes` so many consecutive tokens of each sequence, row after row. The cache operands
-    `k_cache` and `v_cache` stand for one tensor a KV head of each sequence.
+    Layer `i` is the block `kinds[order[i]]`. Layers read the residual stream as tensor `x` and write `x_out`, which is
+    `x` to whatever follows. `{i}` in a layer's `source` stands for its index. The `batch` rows of every activation are
+    tokens: of a sequence each, at a position of its own, or with `lanes` so many consecutive tokens of each sequence,
+    row after row. The cache operands `k_cache` and `v_cache` stand for one tensor a KV head of each sequence.
     """
 
     model: str
     dtype: DType
     context: int
-    n_layers: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
     prologue: Block
-    layer: Block
+    kinds: tuple[Block, ...]
+    """The kinds of layers."""
+    order: tuple[int, ...]
+    """The kind of each layer."""
     epilogue: Block
     batch: int = 1
     lanes: int = 1
@@ -111,9 +113,20 @@ class Graph:
     """The graph of each GPU, where several share the step."""
 
     @property
-    def blocks(self) -> tuple[Block, Block, Block]:
-        """Prologue, layer and epilogue."""
-        return self.prologue, self.layer, self.epilogue
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.order)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Prologue, each kind of layer, and epilogue."""
+        return self.prologue, *self.kinds, self.epilogue
+
+    @property
+    def named_blocks(self) -> tuple[tuple[str, Block], ...]:
+        """The block of the prologue, of each layer and of the epilogue, after the start of its tensors' names."""
+        layers = [(f"L{index}.", self.kinds[kind]) for index, kind in enumerate(self.order)]
+        return ("", self.prologue), *layers, ("", self.epilogue)
 
     @property
     def group(self) -> int:
@@ -133,6 +146,21 @@ class Graph:
         names, heads = stream_names(self.n_kv_heads, self.batch // self.lanes, self.first_kv_head), self.n_kv_heads
         rows = [names[row // self.lanes * heads :][:heads] for row in range(self.batch)]
         return tuple([name for row in rows for name in row])
+
+
+def cycle_of(order: Sequence[int]) -> tuple[int, int]:
+    """(lead, period): behind the first `lead` kinds, each equals the one `period` places before. Of all such pairs, the
+    one with the least sum.
+
+    `order` must not be empty.
+    """
+    best = 0, len(order)
+    for period in range(1, len(order)):
+        if period >= sum(best):
+            break
+        unlike = [place for place in range(len(order) - period) if order[place] != order[place + period]]
+        best = min(best, (unlike[-1] + 1 if unlike else 0, period), key=sum)
+    return best
 
 
 @lru_cache(maxsize=64)

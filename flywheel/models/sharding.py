@@ -75,20 +75,19 @@ def _of_rank(
     spec: DecoderSpec, whole: Graph, part: Graph, formats: WeightFormats, rank: int, ranks: int
 ) -> Graph:
     head = kv_heads_of(spec, rank, ranks).start
-    layer = {name: _part(spec, name, part.layer, whole.layer, rank, head) for name in part.layer.tensors}
     named = replace(part, first_kv_head=head)
     streams = dict(zip(part.streams, named.streams, strict=True))
-    for cache in [name for name, tensor in layer.items() if tensor.kind is BufferKind.KV_CACHE]:
-        side, _, stream = cache.partition(".")
-        name = f"{side}.{streams[stream]}"
-        layer[f"{name}."] = replace(layer.pop(cache), name=name)
-    layer = {name.removesuffix("."): tensor for name, tensor in layer.items()}
-    ops: list[Op] = []
-    for op in part.layer.ops:
-        ops += _summed(op, layer, rank, ranks)
-    return replace(
-        named, layer=Block(layer, tuple(ops)), epilogue=_vocabulary(spec, part.epilogue, formats, rank, ranks)
-    )
+    kinds = []
+    for own, all_of_it in zip(part.kinds, whole.kinds, strict=True):
+        layer = {name: _part(spec, name, own, all_of_it, rank, head) for name in own.tensors}
+        for cache in [name for name, tensor in layer.items() if tensor.kind is BufferKind.KV_CACHE]:
+            side, _, stream = cache.partition(".")
+            name = f"{side}.{streams[stream]}"
+            layer[f"{name}."] = replace(layer.pop(cache), name=name)
+        layer = {name.removesuffix("."): tensor for name, tensor in layer.items()}
+        ops = [each for op in own.ops for each in _summed(op, layer, rank, ranks)]
+        kinds.append(Block(layer, tuple(ops)))
+    return replace(named, kinds=tuple(kinds), epilogue=_vocabulary(spec, part.epilogue, formats, rank, ranks))
 
 
 def _summed(op: Op, tensors: dict[str, Tensor], rank: int, ranks: int) -> list[Op]:

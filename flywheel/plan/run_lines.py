@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from flywheel.ir import PARAM_FIELDS, Buffer, MegakernelProgram, Run, Runs, Stretch, Tile
-from flywheel.ir.layers import INDEX, Layered, Layers, Span
+from flywheel.ir.layers import Layered, Layers, Span, split_at_index
 from flywheel.ir.recipe import Recipe, recipe_digest
 from flywheel.ir.repeating import layers_of, local_layers
 from flywheel.ir.tiles import stretches_of
@@ -58,15 +58,16 @@ def _look(buffer: Buffer) -> str:
 def _pattern(buffers: Sequence[Buffer], layers: Layers) -> tuple[str, list[int], list[int]]:
     """The lines of the template's buffers, or of the buffers after it, as a pattern.
 
-    The result is a text with a place for each number, the numbers in the first layer, and their increase from layer to
-    layer.
+    The result is a text with a place for each number, the numbers in the first layer, and their increase from period to
+    period.
     """
     texts, numbers, steps = [], [], []
     for buffer in buffers:
-        before, index, behind = f"{_look(buffer)}{buffer.source!r}".replace("%", "%%").partition(INDEX)
-        texts.append(f"%d{before}%d{behind}\n" if index else f"%d{before}\n")
-        numbers += [buffer.id, layers.index] if index else [buffer.id]
-        steps += [layers.buffers.size, 1] if index else [layers.buffers.size]
+        look = f"{_look(buffer)}{buffer.source!r}".replace("%", "%%")
+        found = split_at_index(look)
+        texts.append(f"%d{look}\n" if found is None else f"%d{found[0]}%d{found[2]}\n")
+        numbers += [buffer.id] if found is None else [buffer.id, layers.index + found[1]]
+        steps += [layers.buffers.size] if found is None else [layers.buffers.size, layers.period]
     return "".join(texts), numbers, steps
 
 

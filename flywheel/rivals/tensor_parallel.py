@@ -70,17 +70,17 @@ def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
     graphs = whole.ranks or (whole,)
     own = graphs[rank]
     parts = {}
-    for tensor in own.layer.tensors.values():
-        if tensor.source is not None and tensor.part is not None:
-            axis, first = tensor.part
-            for layer in range(spec.n_layers):
+    for layer, kind in enumerate(own.order):
+        for tensor in own.kinds[kind].tensors.values():
+            if tensor.source is not None and tensor.part is not None:
+                axis, first = tensor.part
                 parts[tensor.source.format(i=layer)] = (axis, first, tensor.shape[axis])
     heads = [next(op for op in graph.epilogue.ops if op.name == "lm_head") for graph in graphs]
     local = replace(
         spec,
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
-        intermediate=own.layer.tensors["gate"].width,
+        intermediate=own.kinds[0].tensors["gate"].width,
         tied_head=False,
     )
     return Shard(

@@ -105,7 +105,7 @@ def test_every_pattern_and_its_parts(
 ) -> None:
     """The longest run of each pattern, and with nothing before and after."""
     workload = Workload(spec.name, spec, target, next(key for key, value in DTYPES.items() if value is dtype), 96)
-    blocks = (workload.graph.prologue, workload.graph.layer, workload.graph.epilogue)
+    blocks = workload.graph.blocks
     present = {op.name for block in blocks for op in block.ops} | {COMBINE}
     whole = (*pattern.before, *pattern.anchors, *pattern.after)
     for names in {tuple(dict.fromkeys(whole)), pattern.anchors}:

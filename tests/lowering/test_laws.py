@@ -98,7 +98,7 @@ def searched(draw: st.DrawFn, workload: Workload) -> ScheduleConfig:
 def groupings(draw: st.DrawFn, workload: Workload) -> list[tuple[str, ...]]:
     """Any compatible runs of the table of patterns, in any order of names."""
     graph = workload.graph
-    present = {op.name for op in (*graph.layer.ops, *graph.epilogue.ops)} | set(PATTERNS["out"].before)
+    present = {op.name for op in (*graph.kinds[0].ops, *graph.epilogue.ops)} | set(PATTERNS["out"].before)
     taken: set[str] = set()
     groups = []
     for pattern in draw(st.permutations(list(PATTERNS.values()))):

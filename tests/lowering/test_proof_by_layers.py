@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from damage import (
     BATCHES,
@@ -20,9 +21,10 @@ from damage import (
     with_other_tiles,
     with_other_waits,
 )
+from effort import sample
 
 from flywheel.cost_model import predict
-from flywheel.ir import BufferKind, DType, MegakernelProgram, PageAllocation, Runs, validate
+from flywheel.ir import BufferKind, DType, MegakernelProgram, PageAllocation, Runs, ScheduleConfig, validate
 from flywheel.ir.layers import Layered, Layers, Span
 from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
@@ -30,8 +32,12 @@ from flywheel.lowering import lower as lowering
 from flywheel.lowering import shared_pages
 from flywheel.lowering.paging import allocate_pages
 from flywheel.measure.floor import weight_bytes_read
+from flywheel.models.footprint import footprint
+from flywheel.models.graph import Graph, cycle_of
 from flywheel.plan import program_id
+from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
+from flywheel.vm.pack import pack
 
 
 def by_task(program: MegakernelProgram) -> MegakernelProgram:
@@ -72,6 +78,70 @@ def test_pages_pass_on_between_many_layers_as_if_each_were_looked_at(
     monkeypatch.setattr(shared_pages, "_SEEN", 99)
     assert allocate_pages(program.buffers.spelled, program.tasks, "graph_color") == program.pages
     assert levels(program) is not None
+
+
+ORDERS = {
+    "five and one": (0, 0, 0, 0, 0, 1) * 4 + (0, 0),
+    "one and one": (0, 1) * 5,
+    "a first one": (2, *[0] * 6),
+    "two first ones, a period, a rest": (2, 2, *(0, 1, 1) * 4, 0, 1),
+}
+
+
+def mixed(order: tuple[int, ...], batch: int, seed: int) -> tuple[Graph, ScheduleConfig]:
+    """Layers of several kinds in this order, and a random schedule: plain ones, ones of norms, another rotation and a
+    shorter attention, and ones of biases and a narrower MLP."""
+    base = spec_of("llama", len(order))
+    specs = base, replace(base, qk_norm=True, rope_theta=5e5), replace(base, qkv_bias=True, intermediate=96)
+    graphs = [Workload("small", spec, TARGET, "bf16", 64, batch).graph for spec in specs]
+    space, chance = make_space(Workload("small", specs[1], TARGET, "bf16", 64, batch)), random.Random(seed)
+    config = space.to_config({each.name: chance.choice(each.values) for each in space.dimensions})
+    kinds = tuple([graph.kinds[0] for graph in graphs[: max(order) + 1]])
+    return replace(graphs[0], kinds=kinds, order=order), config
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("batch", sample([1, 3]))
+@pytest.mark.parametrize("pages", sample(list(PAGES)))
+def test_a_period_of_unlike_layers_is_what_stamping_each_gives(
+    order: tuple[int, ...], batch: int, pages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, config = mixed(order, batch, sum(order) + batch)
+    config = replace(config, page_allocation=pages)
+    program = lowering.lower(graph, config, TARGET)
+    layers = layers_of(program)
+    assert layers is not None
+    assert (layers.index - layers.period, layers.period) == cycle_of(order)
+    with monkeypatch.context() as patched:
+        patched.setattr(lowering, "ALIKE", 99)
+        stamped = lowering.lower(graph, config, TARGET)
+    assert layers_of(stamped) is None
+    assert program == stamped
+    assert levels(program) is not None
+    assert validate(program, strict=True) == validate(by_task(program), strict=True)
+    assert validate(program, strict=True).ok
+    assert program_id(program) == program_id(stamped) == program_id(by_task(program))
+    assert predict(program) == predict(stamped)
+    assert weight_bytes_read(program) == weight_bytes_read(stamped)
+    assert packed_bytes(program) == packed_bytes(stamped)
+    assert footprint(graph).weight_bytes == sum(b.nbytes for b in program.buffers if b.kind is BufferKind.WEIGHT)
+
+
+def packed_bytes(program: MegakernelProgram) -> dict[str, bytes]:
+    packed = pack(program)
+    tables = {each.name: getattr(packed, each.name) for each in fields(packed)}
+    return {name: table.tobytes() for name, table in tables.items() if isinstance(table, np.ndarray)}
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [((0,), (0, 1)), ((0, 0), (0, 1)), ((0, 1), (0, 2)), ((1, 0, 0), (1, 1)), ((0, 1, 0), (0, 2)),
+     ((0, 1, 0, 1, 1), (3, 1)), ((3, 0, 1, 0, 1), (1, 2)), ((0, 0, 1), (0, 3))],
+)  # fmt: skip
+def test_the_cycle_of_layers_has_the_least_lead_and_period(order: tuple[int, ...], found: tuple[int, int]) -> None:
+    lead, period = cycle_of(order)
+    assert lead + period == sum(found)
+    assert all(order[place] == order[place + period] for place in range(lead, len(order) - period))
 
 
 def check_configs(count: int) -> None:

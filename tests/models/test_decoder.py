@@ -17,8 +17,8 @@ QWEN3 = replace(PLAIN, name="qwen3", family="qwen3", qk_norm=True, tied_head=Tru
 SCALED = replace(PLAIN, name="scaled", rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
 
 
-def blocks(graph: Graph) -> tuple[Block, Block, Block]:
-    return graph.prologue, graph.layer, graph.epilogue
+def blocks(graph: Graph) -> tuple[Block, ...]:
+    return graph.blocks
 
 
 @pytest.mark.parametrize("spec", [PLAIN, QWEN2, QWEN3, SCALED, *CATALOG.values()], ids=lambda spec: spec.name)
@@ -26,7 +26,7 @@ def test_operations_read_only_what_was_made_before_them(spec: DecoderSpec) -> No
     graph = decode_step(spec, 16)
     outer = {name for name, tensor in graph.prologue.tensors.items() if tensor.kind is not BufferKind.ACTIVATION}
     caches = {*cache_names("k", spec.n_kv_heads), *cache_names("v", spec.n_kv_heads)}
-    assert caches <= graph.layer.tensors.keys()
+    assert caches <= graph.kinds[0].tensors.keys()
     for block in blocks(graph):
         weights = {name for name, tensor in block.tensors.items() if tensor.kind is BufferKind.WEIGHT}
         known = outer | weights | ({"x"} if block is not graph.prologue else set())
@@ -38,7 +38,7 @@ def test_operations_read_only_what_was_made_before_them(spec: DecoderSpec) -> No
 @pytest.mark.parametrize("spec", [PLAIN, QWEN2, QWEN3], ids=lambda spec: spec.name)
 def test_projections_fit_their_weights(spec: DecoderSpec) -> None:
     graph = decode_step(spec, 16)
-    tensors = {**graph.prologue.tensors, **graph.layer.tensors, **graph.epilogue.tensors}
+    tensors = {**graph.prologue.tensors, **graph.kinds[0].tensors, **graph.epilogue.tensors}
     tensors["x"] = graph.prologue.tensors["x_out"]
     for op in (op for block in blocks(graph) for op in block.ops if op.kind is InstructionKind.GEMV_TILE):
         n_out, depth = tensors[op.inputs[1]].shape
@@ -48,12 +48,12 @@ def test_projections_fit_their_weights(spec: DecoderSpec) -> None:
 
 def test_only_models_with_biases_and_head_norms_have_them() -> None:
     def names(spec: DecoderSpec) -> set[str]:
-        return {op.name for op in decode_step(spec, 8).layer.ops}
+        return {op.name for op in decode_step(spec, 8).kinds[0].ops}
 
     assert names(QWEN3) - names(PLAIN) == {"q_norm", "k_norm"}
-    arity = {spec.name: [len(op.inputs) for op in decode_step(spec, 8).layer.ops][1:4] for spec in (PLAIN, QWEN2)}
+    arity = {spec.name: [len(op.inputs) for op in decode_step(spec, 8).kinds[0].ops][1:4] for spec in (PLAIN, QWEN2)}
     assert arity == {"plain": [2, 2, 2], "qwen2": [3, 3, 3]}
-    norms = [op for op in decode_step(QWEN3, 8).layer.ops if op.name in ("q_norm", "k_norm")]
+    norms = [op for op in decode_step(QWEN3, 8).kinds[0].ops if op.name in ("q_norm", "k_norm")]
     assert [op.params["hidden"] for op in norms] == [16, 16]
 
 
@@ -63,7 +63,7 @@ def test_a_tied_head_reads_the_embedding_table() -> None:
 
 
 def test_rope_scaling_reaches_both_rope_operations() -> None:
-    ropes = [op.params for op in decode_step(SCALED, 8).layer.ops if op.kind is InstructionKind.ROPE]
+    ropes = [op.params for op in decode_step(SCALED, 8).kinds[0].ops if op.kind is InstructionKind.ROPE]
     assert len(ropes) == 2
     assert all(
         rope == {
@@ -76,18 +76,18 @@ def test_rope_scaling_reaches_both_rope_operations() -> None:
         }
         for rope in ropes
     )  # fmt: skip
-    assert {"head_dim", "theta"} == decode_step(PLAIN, 8).layer.ops[4].params.keys()
+    assert {"head_dim", "theta"} == decode_step(PLAIN, 8).kinds[0].ops[4].params.keys()
 
 
 def test_the_new_token_stands_last_in_the_window() -> None:
-    params = {op.name: op.params for op in decode_step(PLAIN, 100).layer.ops}
+    params = {op.name: op.params for op in decode_step(PLAIN, 100).kinds[0].ops}
     assert params["k_append"]["pos"] == params["v_append"]["pos"] == 99
     assert (params["attention"]["kv_start"], params["attention"]["kv_len"]) == (0, 100)
     assert params["attention"]["scale"] == 0.25
 
 
 def test_each_kv_head_has_caches_of_its_own() -> None:
-    tensors = decode_step(PLAIN, 100).layer.tensors
+    tensors = decode_step(PLAIN, 100).kinds[0].tensors
     caches = {name: tensor.shape for name, tensor in tensors.items() if tensor.kind is BufferKind.KV_CACHE}
     assert caches == dict.fromkeys(("k_cache.h0", "k_cache.h1", "v_cache.h0", "v_cache.h1"), (100, 1, 16))
 

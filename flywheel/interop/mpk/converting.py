@@ -153,8 +153,8 @@ class _Tables:
         step = self._step
         if name == "x":
             name, layer = "x_out", (step.n_layers if layer is None else layer) - 1
-        if layer is not None and layer >= 0 and name in step.layer.tensors:
-            return self._declared(name, step.layer, layer)
+        if layer is not None and layer >= 0 and name in step.kinds[step.order[layer]].tensors:
+            return self._declared(name, step.kinds[step.order[layer]], layer)
         block = step.prologue if name in step.prologue.tensors else step.epilogue
         return self._declared(name, block, None)
 

@@ -31,7 +31,7 @@ class Recipes:
 
     def __init__(self, step: Graph) -> None:
         self._step = step
-        self._ops = {op.name: op for block in (step.prologue, step.layer, step.epilogue) for op in block.ops}
+        self._ops = {op.name: op for block in step.blocks for op in block.ops}
         self._over = {} if step.batch == 1 else {"M_tile": step.batch}
         self._matrix = _K.GEMV_TILE if step.batch == 1 else _K.GEMM_TILE
         self._vocab = step.epilogue.tensors["logits"].width

@@ -276,7 +276,7 @@ GROUPINGS = {
 
 def decoder(model: str, groups: str, kv_block: int, batch: int, pages: str, by: int, dtype: DType) -> MegakernelProgram:
     graph = decode_step(SPECS[model], 48, dtype, batch)
-    names = {op.name for op in (*graph.layer.ops, *graph.epilogue.ops)} | {"attn_combine"}
+    names = {op.name for op in (*graph.kinds[0].ops, *graph.epilogue.ops)} | {"attn_combine"}
     grouping = [tuple(name for name in group if name in names) for group in GROUPINGS[groups]]
     tiling = {"gemv": {"N_tile": 32}, "attention": {"kv_block": kv_block}, "hand_off": {"data": by}}
     return lower(graph, ScheduleConfig(tiling, tuple(grouping), page_allocation=pages), FEW)

@@ -207,7 +207,7 @@ def test_a_decoder_whose_mlp_outgrows_the_area_is_what_it_was(
 
 def matrices(workload: Workload) -> list[int]:
     """Elements of each matrix that one layer and the head multiply by."""
-    blocks = (workload.graph.prologue, workload.graph.layer, workload.graph.epilogue)
+    blocks = workload.graph.blocks
     return [
         block.tensors[op.inputs[1]].shape[0] * op.params["K"]
         for block in blocks for op in block.ops if "K" in op.params

@@ -39,7 +39,7 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
     dtype = draw(st.sampled_from((DType.F32, DType.F32, DType.BF16)))
     batch = draw(st.sampled_from((1, 1, 2, 5, 8)))
     graph = decode_step(spec, CONTEXT, dtype, batch)
-    present = {op.name for op in (*graph.layer.ops, *graph.epilogue.ops)} | {"attn_combine"}
+    present = {op.name for op in (*graph.kinds[0].ops, *graph.epilogue.ops)} | {"attn_combine"}
     groups: list[tuple[str, ...]] = []
     taken: set[str] = set()
     for group in draw(st.permutations(FUSED)):
