@@ -4,11 +4,11 @@
     python experiments/replay.py record
     python experiments/replay.py draw
 
-`check` makes everything of the works in tests/golden/replay.tsv again, and prints for each work that differs the first
-column that does, and the names of the others; it fails if a work differs, or the text of a kernel's source in
-tests/golden/kernels.tsv. `record` writes both files again, for the same works: do it for a difference that is meant,
-and say in the commit which. `draw` does so for new works, drawn from the search space as it is. tests/replayed.py says
-what is kept.
+`check` makes everything of the works in tests/golden/replay.tsv again. It prints for each work that differs the first
+column that does, and the names of the others. It fails if a work differs, or the words of a kernel's source in
+tests/golden/kernels.tsv. `record` writes both files again, for the same works, and prints how many works differ in
+which columns: do it for a difference that is meant, and say in the commit which. `draw` writes them for works drawn
+from today's search space. tests/replayed.py says what is kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections import Counter
 from pathlib import Path
 from time import perf_counter
 
@@ -37,12 +38,16 @@ def main() -> int:
         wrong = check(kept)
         print(f"{len(kept)} works, {wrong} differ ({perf_counter() - began:.0f} s)")
         return min(wrong, 1)
-    results = []
-    for work, _ in kept:
-        results.append(replayed.results_of(work))
+    results, changed = [], Counter[str]()
+    for work, before in kept:
+        found = replayed.results_of(work)
+        changed.update([each.partition(":")[0] for each in replayed.differences(before, found)])
+        results.append(replayed.renewed(before, found))
         gc.collect()
     replayed.write([work for work, _ in kept], results)
     replayed.write_kernels()
+    if what == "record":
+        print("".join([f"{name}: {count} works differ\n" for name, count in changed.items()]), end="")
     print(f"{len(kept)} works recorded ({perf_counter() - began:.0f} s)")
     return 0
 

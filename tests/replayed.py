@@ -376,6 +376,12 @@ def differences(kept: Found, found: Found) -> list[str]:
     return [f"{name}: was {was}, is {now}" for name, was, now in pairs if not _alike(name, was, now)]
 
 
+def renewed(kept: Found, found: Found) -> Found:
+    """What was found, with the kept cell where only rounding differs: so a new file differs from the old one by what
+    changed."""
+    return {name: kept[name] if name in kept and _alike(name, kept[name], now) else now for name, now in found.items()}
+
+
 def _alike(name: str, was: str, now: str) -> bool:
     if name.endswith("_us") and _NONE not in (was, now):
         return math.isclose(float(was), float(now), rel_tol=_PRECISION)

@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 
 import pytest
 from effort import sample
-from replayed import FILE, Found, Work, differences, kernel_sources, read, read_kernels, results_of, write
+from replayed import FILE, Found, Work, differences, kernel_sources, read, read_kernels, renewed, results_of, write
 
 from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, InstructionKind
@@ -145,5 +145,6 @@ def test_a_kernels_source_counts_by_its_words(
 def test_rounding_of_another_cpu_is_no_difference() -> None:
     here, there = {"latency_us": "12.5", "tokens": "3 ? 7"}, {"latency_us": "12.500000000001", "tokens": "3 4 ?"}
     assert differences(here, there) == []
+    assert renewed(here, {**there, "arena": "0a1b2c"}) == {**here, "arena": "0a1b2c"}
     assert differences({"latency_us": "12.5"}, {"latency_us": "12.50001"}) != []
     assert differences({"tokens": "3 4"}, {"tokens": "3 5"}) != [] != differences({"tokens": "3"}, {"tokens": "3 5"})
