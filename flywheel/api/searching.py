@@ -83,15 +83,19 @@ class SearchResult:
             return found
         return f"{found}; measured {self.answer.latency_us:,.1f} us by {self.answer.words}"
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, *, predicted: bool = False) -> Path:
         """Write the answer as a schedule file, the bytes of `flywheel export` or `flywheel schedules`. Without an
-        answer, it is the best prediction. Returns the path.
+        answer, it is the best prediction; so it is with `predicted`, as by `flywheel export --predicted`. Returns the
+        path.
 
-        Raises UsageError where there is neither, and where the file cannot be written, and StoreError.
+        Raises UsageError where there is neither, where `predicted` asks for a prediction of a campaign that measures,
+        and where the file cannot be written, and StoreError.
         """
-        origin = self.best if self.answer is None else self.answer.origin
+        origin = self.best if self.answer is None or predicted else self.answer.origin
         if origin is None:
             raise UsageError(f"campaign {self.campaign}: no trial has a latency, so there is no schedule to save")
+        if predicted and self.best is not None and not self.best.is_predicted:
+            raise UsageError(f"campaign {self.campaign}: its best schedule is measured, not predicted")
         with read_store(self.store) as store:
             return _written(path, origin_text(origin, store))
 

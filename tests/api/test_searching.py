@@ -168,6 +168,20 @@ def test_a_measured_schedule_answers_a_search_that_predicts(found: SearchResult,
     assert path.read_bytes() == (SHIPPED / f"{SHIPPED_NAME}.json").read_bytes()
 
 
+def test_the_best_prediction_is_saved_where_it_is_asked_for_and_a_measurement_is_the_answer(
+    found: SearchResult, tmp_path: Path
+) -> None:
+    """The bytes of the command."""
+    assert found.answer is not None
+    command = ["export", "--format", "schedule", "--campaign", "guess", "--predicted", "--store", found.store]
+    saved = found.save(tmp_path / "guess.json", predicted=True).read_text(encoding="utf-8")
+    assert saved == CliRunner().invoke(cli, command).stdout
+    assert found.best is not None
+    measured = timed(found.best, 900.0)
+    with pytest.raises(UsageError, match=r"its best schedule is measured, not predicted$"):
+        replace(found, best=measured).save(tmp_path / "none.json", predicted=True)
+
+
 def test_a_measured_row_of_the_store_is_the_answer_and_saved_as_it_is_exported(
     found: SearchResult, tmp_path: Path
 ) -> None:
