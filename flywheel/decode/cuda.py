@@ -31,7 +31,15 @@ from flywheel.decode.on_gpu import ModelOnGpu, granules_of, moved, torch_device
 from flywheel.decode.prompts import Prefill
 from flywheel.decode.queued import QueuedRows, QueuedSequences, decode_ahead
 from flywheel.decode.sequences import SteppedSequences, stream_by_lanes
-from flywheel.decode.session import Positions, Step, TokenStream, check_rows, lane_places, positions_of
+from flywheel.decode.session import (
+    Positions,
+    Step,
+    TokenStream,
+    check_rows,
+    check_stream,
+    lane_places,
+    positions_of,
+)
 from flywheel.decode.shared_caches import SharedCaches
 from flywheel.decode.source import Weights
 from flywheel.errors import GpuMemoryError, InvalidProgramError, NoGpuError, TensorError
@@ -283,7 +291,7 @@ class CudaSession:
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
         """See `DecodeSession.stream`. Launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
-        check_prompt(self.spec, self.context, prompt)
+        check_stream(self.spec, self.context, prompt, positions)
         if self.lanes > 1:
             self._prepare([0] * self.lanes, 0)
             return stream_by_lanes(self._stepped(), prompt, positions, start, sampling)

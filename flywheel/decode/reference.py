@@ -13,7 +13,16 @@ from flywheel.decode.finite import explain_text
 from flywheel.decode.interface import Launched, as_whole, find_taps, places_of, read_interface
 from flywheel.decode.prompts import Prefill
 from flywheel.decode.sequences import SteppedSequences, stream_by_lanes
-from flywheel.decode.session import DecodeSession, Positions, Step, TokenStream, check_rows, lane_places, positions_of
+from flywheel.decode.session import (
+    DecodeSession,
+    Positions,
+    Step,
+    TokenStream,
+    check_rows,
+    check_stream,
+    lane_places,
+    positions_of,
+)
 from flywheel.decode.source import Weights
 from flywheel.ir import NO_TOKEN, DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
@@ -96,6 +105,7 @@ class ReferenceSession:
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
         """See `DecodeSession.stream`. Raises ConfigError as `step`."""
+        check_stream(self.spec, self.context, prompt, positions)
         if self.lanes > 1:
             return stream_by_lanes(SteppedSequences(self), prompt, positions, start, sampling)
         return stream_by_steps(self, prompt, positions, start, sampling)

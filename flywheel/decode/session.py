@@ -15,7 +15,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
-from flywheel.runtime.sequences import GREEDY, Sampling, Session, check_place
+from flywheel.runtime.sequences import GREEDY, Sampling, Session, check_place, check_prompt
 
 TokenStream = Generator[int, None, None]
 """Tokens as they are made. Close it to stop early."""
@@ -44,6 +44,12 @@ def check_rows(
             raise UsageError(f"{spec.name}: {len(given)} {what} for a program of batch {batch}")
     for token_id, place in zip(token_ids, lane_places(places, lanes), strict=True):
         check_place(spec, context, token_id, place)
+
+
+def check_stream(spec: DecoderSpec, context: int, prompt: Sequence[int], positions: int) -> None:
+    """Raises UsageError, as `DecodeSession.stream` does, for a token or position out of range."""
+    check_prompt(spec, context, prompt)
+    check_place(spec, context, prompt[-1], positions - 1)
 
 
 def lane_places(places: Sequence[int], lanes: int) -> list[int]:
