@@ -116,7 +116,7 @@ part() {
   local of=(--model "$model" --weights "$weights" --batch "$batch" --ranks "$ranks")
   case "$kind" in
     conformance)
-      tests conformance.txt 300 tests/gpu tests/decode tests/judge tests/rivals tests/runtime tests/vm \
+      tests conformance.txt 300 tests/gpu tests/conformance tests/decode tests/judge tests/rivals tests/runtime tests/vm \
         tests/cli/test_cuda.py tests/cli/test_quantised_checkpoints.py tests/interop/mpk/test_converting.py "${one_gpu[@]}" ;;
     ranks) tests ranks.txt 300 -n 0 tests/vm/gpu/test_peers.py tests/vm/gpu/test_probes.py tests/decode/test_ranks_on_one_gpu.py ;;
     formats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from flywheel.runtime.writing import write_folder
 from flywheel.vm.gpu.driver import open_gpu
 
 CONTEXT, BATCH = 32, 3
-CONFIG = ScheduleConfig({"hand_off": {"data": 1}}, page_allocation="none", threads_per_block=192)
+BY_DATA = ScheduleConfig({"hand_off": {"data": 1}}, page_allocation="none", threads_per_block=192)
+BY_COUNTERS = ScheduleConfig(threads_per_block=192)
 SHARED = ScheduleConfig(
     {"gemv": {"N_tile": 16}, "hand_off": {"data": 1}, "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192}},
     page_allocation="none", threads_per_block=128, smem_bytes_per_block=96 * 1024,
@@ -99,11 +100,14 @@ def here() -> GpuTarget:
 
 
 @cache
-def program_of(spec: DecoderSpec, batch: int, lanes: int, ranks: int) -> MegakernelProgram:
+def program_of(
+    spec: DecoderSpec, batch: int, lanes: int, ranks: int, by_counters: bool = False
+) -> MegakernelProgram:
     if ranks > 1:
         graph = shared_step(spec, CONTEXT, DType.F32, batch, ranks=ranks)
         return lower(graph, SHARED, replace(TARGETS["h100"], name="here", num_sms=2))
-    return lower(decode_step(spec, CONTEXT, DType.F32, batch * lanes, lanes=lanes), CONFIG, here())
+    graph = decode_step(spec, CONTEXT, DType.F32, batch * lanes, lanes=lanes)
+    return lower(graph, BY_COUNTERS if by_counters else BY_DATA, here())
 
 
 @contextmanager
@@ -112,8 +116,8 @@ def reference(model: Model, batch: int, lanes: int, ranks: int) -> Iterator[Refe
 
 
 @contextmanager
-def emulator(model: Model, batch: int, lanes: int, ranks: int) -> Iterator[Any]:
-    program = program_of(model.spec, batch, lanes, ranks)
+def emulator(model: Model, batch: int, lanes: int, ranks: int, by_counters: bool = False) -> Iterator[Any]:
+    program = program_of(model.spec, batch, lanes, ranks, by_counters)
     if ranks == 1:
         gpu = EmulatedGpu(seed=0)
         with emulated_session(gpu, program, model.spec, model.weights) as session:
@@ -142,7 +146,7 @@ def on_gpu(model: Model, batch: int, lanes: int, ranks: int) -> Iterator[Any]:
     gpu = open_gpu()
     alike = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
     graph = decode_step(model.spec, CONTEXT, DType.F32, batch * lanes, lanes=lanes)
-    program = lower(graph, CONFIG, replace(alike, name="few", num_sms=12))
+    program = lower(graph, BY_DATA, replace(alike, name="few", num_sms=12))
     with (
         CudaModel(gpu, model.spec, DType.F32, CONTEXT, model.weights, batch, lanes=lanes) as loaded,
         loaded.load(program) as session,
@@ -179,7 +183,11 @@ SESSIONS = {
 }
 """Sessions of which everything can be asked."""
 
-DECODING = {**SESSIONS, "bundle": Kind(bundle, draws=numpy_draws)}
+DECODING = {
+    **SESSIONS,
+    "emulator, by counters": Kind(partial(emulator, by_counters=True)),
+    "bundle": Kind(bundle, draws=numpy_draws),
+}
 """All that decode sequences."""
 
 

@@ -59,7 +59,7 @@ def test_each_sequence_gets_what_the_oracle_says_whoever_comes_and_goes(
 
 @pytest.mark.parametrize(
     "sampling",
-    sample([Sampling(1.3, top_k=9, min_p=0.01, seed=4), Sampling(repetition_penalty=3.0), Sampling(lookup=False)]),
+    sample([Sampling(1.3, 9, 0.9, 0.01, 3.0, seed=4), Sampling(repetition_penalty=3.0), Sampling(lookup=False)]),
     ids=str,
 )
 def test_a_token_is_chosen_as_its_request_asks(sampling: Sampling, opened: tuple[Kind, Any], model: Model) -> None:
@@ -159,6 +159,14 @@ def test_who_asks_gets_the_shares_of_the_oracles_logits_and_nobody_else_does(
                 assert [share for _, share in made.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-3)
             texts.append([*texts[-1], made.token])
         assert texts[-1][len(prompt) :] == model.text(prompt, 5, sampling, kind.draws)
+
+
+def test_nobody_computes_shares_where_nobody_asks(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("decode.queued.report", "decode.sequences.report", "runtime.session.logprobs_of"):
+        monkeypatch.setattr(f"flywheel.{place}", None)
+    with closing(session.sequences()) as sequences:
+        sequences.join(0, (1, 2), 4, GREEDY)
+        assert len(hear(sequences)[0]) == 3
 
 
 def test_sequences_that_are_closed_leave_nothing_to_the_next(opened: tuple[Kind, Any], model: Model) -> None:

@@ -11,7 +11,7 @@ import torch
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.reference import ReferenceSession
-from flywheel.errors import ConfigError, TensorError, UsageError
+from flywheel.errors import ConfigError, TensorError
 from flywheel.ir import (
     TARGETS,
     DType,
@@ -148,20 +148,6 @@ def test_a_task_with_a_cache_of_another_sequence_is_refused() -> None:
     raise AssertionError("no task of sequence 2")
 
 
-def test_a_cache_is_one_rows_alone() -> None:
-    session, judge = session_of(lowered(batch=2), "qwen3", DType.F32)
-    place, position = 1, POSITIONS[1]
-    one, other = (judge.layer_caches(place, row) for row in range(2))
-    session.write_cache(one, 0)
-    session.write_cache(one, 1)
-    first, second = session.step_rows([3, 3], position)
-    assert first.logits.equal(second.logits)
-    session.write_cache(other, 1)
-    again, changed = session.step_rows([3, 3], position)
-    assert again.logits.equal(first.logits)
-    assert not changed.logits.equal(first.logits)
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_batch_streams_what_one_sequence_streams(config: str) -> None:
     def weight_tiles(program: MegakernelProgram) -> list[tuple[int | None, int]]:
@@ -204,13 +190,3 @@ def test_the_interface_tells_the_batch_and_the_caches_of_each_row() -> None:
     short = [replace(each, shape=(1,)) if each.name == "next_token" else each for each in program.buffers]
     with pytest.raises(TensorError, match="next_token"):
         read_interface(replace(program, buffers=tuple(short)), SPECS["llama"])
-
-
-def test_a_token_for_every_row_and_no_more() -> None:
-    session, _ = session_of(lowered(batch=2), "qwen3", DType.F32)
-    with pytest.raises(UsageError, match="1 tokens for a program of batch 2"):
-        session.step(3, 0)
-    with pytest.raises(UsageError, match=r"token 70 is not in 0\.\.69"):
-        session.step_rows([3, 70], 0)
-    with pytest.raises(UsageError, match="3 positions for a program of batch 2"):
-        session.step_rows([3, 3], [0, 1, 2])

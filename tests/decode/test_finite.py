@@ -217,25 +217,6 @@ def test_tokens_are_not_verified_by_an_oracle_that_is_not_finite(clean: tuple[in
         generate(session_of(WEIGHTS), Request(PROMPT, 6), oracle)
 
 
-def test_a_sequence_ends_alone_and_its_row_serves_the_next(clean: tuple[int, ...]) -> None:
-    sequences = session_of(spoilt_after(clean, 2), DType.F32, 3).sequences()
-    alone = session_of(WEIGHTS, DType.F32, 3).sequences()
-    for rows in (sequences, alone):
-        rows.join(1, (4, 4), 12, Sampling(logprobs=2))
-    sequences.join(0, PROMPT, 20, GREEDY)
-    heard: dict[int, list[int]] = {0: [], 1: []}
-    lost: dict[int, Any] = {}
-    while len(heard[1]) < 9:
-        for each in sequences.advance():
-            heard[each.row].append(each.token)
-        lost |= sequences.lost()
-    assert heard[0] == list(clean[:3])
-    assert list(lost) == [0] and isinstance(lost[0], NonFiniteError) and "position 5" in str(lost[0])
-    assert heard[1] == [each.token for _ in range(9) for each in alone.advance()]
-    sequences.join(0, PROMPT[:1], 8, GREEDY)
-    assert {each.row for each in sequences.advance()} == {0, 1}
-
-
 def test_drafts_are_taken_up_to_what_is_not_finite() -> None:
     prompt = (3, 7, 20, 3, 7, 20, 3, 7)
     wanted = generate(session_of(WEIGHTS), Request(prompt, 16)).token_ids

@@ -24,7 +24,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
-from flywheel.runtime.sequences import GREEDY, Made, Sampling, make_request
+from flywheel.runtime.sequences import GREEDY, Sampling, make_request
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT: Final = 40
@@ -155,32 +155,6 @@ def test_who_asks_for_no_lookup_gets_one_token_a_launch_and_the_same_text() -> N
     heard = hear(sequences)[0]
     assert sequences.launches == len(heard) == 17
     assert tuple(heard) == text_of(alone("qwen3"), (3, 7, 0, 3), 17)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(1.5, seed=3), Sampling(repetition_penalty=3.0)], ids=str)
-def test_draws_and_penalties_are_what_they_are_without_lookup(sampling: Sampling) -> None:
-    heard = []
-    for session in (session_of(), alone("qwen3")):
-        sequences = SteppedSequences(session)
-        sequences.join(0, (3, 7, 0, 3), CONTEXT, sampling)
-        heard.append(hear(sequences)[0])
-    assert heard[0] == heard[1]
-    assert len(heard[0]) == CONTEXT - 3
-
-
-def test_logprobs_are_those_of_no_lookup() -> None:
-    found: list[list[Made]] = []
-    for session in (session_of(), alone("qwen3")):
-        sequences, made = SteppedSequences(session), list[Made]()
-        sequences.join(0, (3, 7, 0, 3, 7), CONTEXT, Sampling(logprobs=2))
-        while some := sequences.advance():
-            made += some
-        found.append(made)
-    for one, other in zip(*found, strict=True):
-        assert one.token == other.token
-        assert one.logprobs is not None and other.logprobs is not None
-        assert one.logprobs.chosen == pytest.approx(other.logprobs.chosen, abs=1e-4)
-        assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]
 
 
 def test_sequences_with_and_without_lookup_share_launches_and_each_gets_what_it_gets_alone() -> None:

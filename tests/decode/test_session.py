@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flywheel.decode.reference import ReferenceSession
-from flywheel.errors import ConfigError, InvalidProgramError, UsageError, WeightsError
+from flywheel.errors import ConfigError, InvalidProgramError, WeightsError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec
@@ -16,48 +16,6 @@ from flywheel.models.weights import random_weights
 
 Opened = Callable[..., tuple[ReferenceSession, EagerDecoder]]
 Lowered = Callable[..., MegakernelProgram]
-
-
-def test_steps_from_an_empty_cache_are_the_oracles(opened: Opened) -> None:
-    session, oracle = opened()
-    for position, token in enumerate([3, 79, 0, 3, 41]):
-        step, logits = session.step(token, position), oracle.step(token, position)
-        torch.testing.assert_close(step.logits, logits, atol=1e-4, rtol=0.0)
-        assert step.token == int(logits.argmax())
-
-
-def test_a_written_cache_stands_for_its_tokens(opened: Opened) -> None:
-    session, oracle = opened()
-    for position in range(5):
-        session.step(position, position)
-    other, _ = opened()
-    oracle.prefill(range(5))
-    other.write_cache(oracle.read_cache())
-    torch.testing.assert_close(other.step(9, 5).logits, session.step(9, 5).logits, atol=1e-4, rtol=0.0)
-
-
-def test_a_position_that_no_token_has_written_shows(opened: Opened) -> None:
-    session, oracle = opened()
-    oracle.prefill(range(5))
-    session.write_cache(oracle.read_cache())
-    assert session.step(1, 5).logits.isfinite().all()
-    assert session.step(1, 8).logits.isnan().any()
-
-
-def test_tokens_and_positions_out_of_range_are_refused(opened: Opened) -> None:
-    session, _ = opened()
-    for token, position in ((-1, 0), (80, 0), (0, -1), (0, 64)):
-        with pytest.raises(UsageError, match=r"is not in 0\.\."):
-            session.step(token, position)
-
-
-def test_a_cache_of_another_size_is_refused(opened: Opened) -> None:
-    session, oracle = opened()
-    oracle.prefill([1])
-    with pytest.raises(UsageError, match="1 layers"):
-        session.write_cache(oracle.read_cache()[:1])
-    with pytest.raises(UsageError, match="65 positions"):
-        session.write_cache([(torch.zeros(65, 2, 16), torch.zeros(65, 2, 16))] * 2)
 
 
 def test_a_program_lowered_for_fewer_positions_ends_there(lowered: Lowered, opened: Opened) -> None:

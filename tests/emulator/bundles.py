@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,10 +74,10 @@ def loaded(bundle: Path, weights: Any, on: EmulatedGpu | None = None, **asked: A
         yield decoder
 
 
-def tokens_of(decoder: flywheel.Decoder, asked: Mapping[str, Any] | None = None) -> list[list[int]]:
+def tokens_of(decoder: flywheel.Decoder) -> list[list[int]]:
     """What follows each prompt, of all of them together."""
     found: list[list[int]] = [[] for _ in ASKED]
-    for place, piece in decoder.generate_all(ASKED, max_tokens=MADE, ignore_end=True, **(asked or {})):
+    for place, piece in decoder.generate_all(ASKED, max_tokens=MADE, ignore_end=True):
         if piece.token_id is not None:
             found[place].append(piece.token_id)
     return found

@@ -8,22 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from chorus import alone, sing, voices
-from effort import sample
+from chorus import alone, voices
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
-from flywheel.decode.generate import generate
 from flywheel.decode.queued import AHEAD
-from flywheel.decode.reference import ReferenceSession, stream_by_steps
-from flywheel.decode.sequences import SteppedSequences
-from flywheel.errors import GpuFaultError, GpuMemoryError, LaunchTimeoutError, UsageError
+from flywheel.errors import GpuFaultError, GpuMemoryError, LaunchTimeoutError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
-from flywheel.runtime.sequences import GREEDY, Sampling, make_request
+from flywheel.runtime.sequences import GREEDY
 from flywheel.tensors import TORCH_DTYPES
 
 SPEC = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 64)
@@ -42,27 +38,6 @@ def program_of(config: str, batch: int = 1) -> MegakernelProgram:
     return lower(decode_step(SPEC, CONTEXT, DType.F32, batch), CONFIGS[config], target)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_stream_is_what_steps_of_the_reference_vm_say(config: str) -> None:
-    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
-    expected = generate(
-        ReferenceSession(program_of(config), SPEC, weights), make_request(PROMPT, 6, frozenset(), SPEC, CONTEXT)
-    )
-    with emulated_session(EmulatedGpu(), program_of(config), SPEC, weights) as session:
-        tokens = list(session.stream(PROMPT, len(PROMPT) + 5))
-    assert tuple(tokens) == expected.token_ids
-    assert len(set(tokens)) > 1
-
-
-@pytest.mark.parametrize("sampling", sample([Sampling(1.5, seed=3), Sampling(repetition_penalty=50.0)]), ids=str)
-def test_a_stream_draws_what_steps_draw(sampling: Sampling) -> None:
-    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
-    with emulated_session(EmulatedGpu(), program_of("data"), SPEC, weights) as session:
-        queued = list(session.stream(PROMPT, 14, 0, sampling))
-        assert queued == list(stream_by_steps(session, PROMPT, 14, 0, sampling))
-        assert queued != list(session.stream(PROMPT, 14))
-
-
 def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_right() -> None:
     weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     gpu = EmulatedGpu()
@@ -74,50 +49,6 @@ def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_r
         assert set(gpu._held) == held
         assert list(session.stream(PROMPT, 6)) == whole
     assert AHEAD > 1  # so that launches were queued behind the second token
-
-
-@pytest.mark.parametrize("config", sample(CONFIGS))
-def test_sequences_that_come_and_go_are_what_the_reference_vm_says(config: str) -> None:
-    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
-    program, every = program_of(config, 3), voices(6, SPEC.vocab, CONTEXT, 3)
-    expected = sing(ReferenceSession(program, SPEC, weights).sequences(), every)
-    gpu = EmulatedGpu()
-    with emulated_session(gpu, program, SPEC, weights) as session:
-        held = set(gpu._held)
-        sequences = session.sequences()
-        assert sing(sequences, every) == expected
-        sequences.close()
-        assert set(gpu._held) == held
-        for number in (1, 2):
-            assert alone(session.sequences, every[number], number) == expected[number]
-
-
-def test_queued_sequences_report_what_stepped_ones_do_and_only_where_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
-    asking = [GREEDY, Sampling(1.3, seed=4, logprobs=3), Sampling(logprobs=0)]
-    with emulated_session(EmulatedGpu(), program_of("data", 3), SPEC, weights) as session:
-        heard = []
-        for sequences in (session.sequences(), SteppedSequences(session)):
-            for row, sampling in enumerate(asking):
-                sequences.join(row, PROMPT, len(PROMPT) + 6, sampling)
-            heard.append([sorted(sequences.advance()) for _ in range(7)])
-            sequences.close()
-        assert heard[0] == heard[1]
-        assert [made.logprobs is None for made in heard[0][3]] == [True, False, False]
-        monkeypatch.setattr("flywheel.decode.queued.report", None)
-        sequences = session.sequences()
-        sequences.join(0, PROMPT, 9, GREEDY)
-        assert [made.token for made in sequences.advance()] == [heard[0][0][0].token]
-        sequences.close()
-
-
-def test_a_prompt_beyond_the_vocabulary_or_the_context_is_refused_before_a_launch() -> None:
-    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
-    with emulated_session(EmulatedGpu(), program_of("data"), SPEC, weights) as session:
-        with pytest.raises(UsageError, match=r"token 80 is not in 0\.\.79"):
-            session.stream((3, 80), 4)
-        with pytest.raises(UsageError, match=r"position 32 is not in 0\.\.31"):
-            session.stream((3,), CONTEXT + 1)
 
 
 class SlowGpu(EmulatedGpu):

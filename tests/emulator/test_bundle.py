@@ -30,7 +30,7 @@ from flywheel.models.hf import load_spec
 from flywheel.models.sharding import shared_step
 from flywheel.runtime.manifest import manifest_digest
 from flywheel.runtime.reading import read_bundle
-from flywheel.runtime.sequences import GREEDY, Sampling
+from flywheel.runtime.sequences import GREEDY
 from flywheel.runtime.writing import bundle_files, write_folder
 from flywheel.search.workload import Workload
 from flywheel.vm.gpu.loader import LoadedProgram
@@ -56,7 +56,7 @@ def bundle(files: dict[str, bytes], tmp_path: Path) -> Path:
 
 
 @cache
-def ordinary(checkpoint: Path, sampling: Sampling = GREEDY, dtype: DType = DType.F32) -> list[list[int]]:
+def ordinary(checkpoint: Path, dtype: DType = DType.F32) -> list[list[int]]:
     """What follows each prompt where the program is lowered and packed here, and torch reads prompts. Its warps run in
     the plain order, which is a sixth of the work; those of bundles do not."""
     weights = {name: each.to(getattr(torch, {"F32": "float32", "BF16": "bfloat16"}[dtype.name]))
@@ -66,7 +66,7 @@ def ordinary(checkpoint: Path, sampling: Sampling = GREEDY, dtype: DType = DType
         found = []
         for prompt in ASKED:
             sequences = session.sequences()
-            sequences.join(0, prompt, len(prompt) + MADE - 1, sampling)
+            sequences.join(0, prompt, len(prompt) + MADE - 1, GREEDY)
             found.append([sequences.advance()[0].token for _ in range(MADE)])
             sequences.close()
     return found
@@ -77,10 +77,6 @@ def test_a_bundle_decodes_what_the_ordinary_path_does(bundle: Path, checkpoint: 
         assert (decoder.max_sequences, decoder.device) == (BATCH, "cuda")
         assert "a schedule, of bundle" in decoder.schedule
         assert tokens_of(decoder) == ordinary(checkpoint)
-        penalised = Sampling(repetition_penalty=20.0)
-        assert tokens_of(decoder, {"sampling": penalised}) == ordinary(checkpoint, penalised)
-        drawn = tokens_of(decoder, {"sampling": Sampling(2.0, seed=3, logprobs=2)})
-        assert drawn == tokens_of(decoder, {"sampling": Sampling(2.0, seed=3)}) != ordinary(checkpoint)
 
 
 def test_the_runtime_and_a_bundle_need_neither_torch_nor_optuna_nor_sqlalchemy(bundle: Path, checkpoint: Path) -> None:

@@ -112,28 +112,6 @@ def test_a_tensor_that_overflows_is_named() -> None:
     assert bool(torch.isfinite(overflowing(WEIGHTS, torch.float32)[DOWN]).all())
 
 
-@pytest.mark.parametrize(
-    "asked", sample([Sampling(1.1, seed=3, repetition_penalty=1.2), Sampling(logprobs=2)]), ids=str
-)
-def test_one_sequence_ends_while_others_go_on_and_its_row_serves_the_next(asked: Sampling) -> None:
-    other = (11, 12)
-    with session_of(spoilt(2), 3) as session:
-        alone = session.sequences()
-        alone.join(1, other, 16, asked)
-        expected, nothing = hear(alone, 9)
-        alone.close()
-        sequences = session.sequences()
-        sequences.join(1, other, 16, asked)
-        sequences.join(0, PROMPT, 20, GREEDY)
-        heard, lost = hear(sequences, 9)
-        assert not nothing
-        assert (heard[0], heard[1]) == (list(clean()[:3]), expected[1])
-        assert list(lost) == [0] and "position 5" in str(lost[0])
-        sequences.join(0, PROMPT, len(PROMPT) + 2, GREEDY)
-        assert hear(sequences, 9)[0][0] == list(clean()[:3])
-        sequences.close()  # no launch has reported a fault
-
-
 def test_a_sequence_that_left_before_its_error_was_read_spoils_no_other() -> None:
     with session_of(spoilt(0), 3) as session:
         sequences = session.sequences()

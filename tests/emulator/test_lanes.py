@@ -6,20 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from effort import sample
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
 from flywheel.decode.generate import generate
 from flywheel.decode.reference import ReferenceSession
-from flywheel.decode.sequences import SteppedSequences
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
-from flywheel.runtime.sequences import GREEDY, Sampling, make_request
+from flywheel.runtime.sequences import make_request
 from flywheel.tensors import TORCH_DTYPES
 
 SPEC = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 12, 1e4, 1e-6, 64)
@@ -74,24 +72,6 @@ def test_each_lane_shows_what_the_reference_vm_shows(config: str) -> None:
             expected, found = (each.step_rows(tokens, positions) for each in (reference, session))
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one.logits, other.logits, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("config", sample(CONFIGS))
-def test_sequences_with_and_without_lookup_are_what_the_reference_vm_says(config: str) -> None:
-    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
-    program = program_of(config, 2, 3)
-    asked = [(PROMPT, GREEDY, 24), ((5, 5, 5), Sampling(1.2, seed=4, logprobs=1), 12)]
-    with emulated_session(EmulatedGpu(), program, SPEC, weights) as session:
-        heard = []
-        for sequences in (SteppedSequences(ReferenceSession(program, SPEC, weights)), session.sequences()):
-            for row, (prompt, sampling, positions) in enumerate(asked):
-                sequences.join(row, prompt, positions, sampling)
-            made = []
-            while some := sequences.advance():
-                made += [(each.row, each.token) for each in some]
-            sequences.close()
-            heard.append(made)
-    assert heard[0] == heard[1]
 
 
 def test_a_launch_without_a_position_for_each_lane_is_refused() -> None:

@@ -17,13 +17,11 @@ from emulator.test_ranks import DTYPE, FAMILIES, SPEC, lowered
 
 from flywheel.decode.cuda import CudaSession
 from flywheel.decode.generate import Request, generate
-from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import LaunchTimeoutError
 from flywheel.judge.verdicts import verify
 from flywheel.models.weights import WeightsOnRequest, random_on_request, random_weights
 from flywheel.plan.step import ABSENT
 from flywheel.report.traced import exchange_times
-from flywheel.runtime.sequences import Sampling
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Fault, numpy_struct
 from flywheel.vm.gpu.driver import Memory
@@ -78,19 +76,6 @@ def test_gpus_that_hold_nothing_but_their_parts_decode_the_same(session: CudaSes
     assert {key for key, _ in made} == set(WEIGHTS)
     gc.collect()
     assert {key for key, tensor in made if tensor() is not None} <= {"model.embed_tokens.weight"}
-
-
-def test_two_gpus_decode_what_the_reference_vm_does(session: CudaSession) -> None:
-    request = Request((3, 5, 7), 6)
-    wanted = generate(ReferenceSession(lowered(QWEN, 2, 1, by_data=True), QWEN, WEIGHTS), request).token_ids
-    assert generate(session, request).token_ids == wanted
-
-
-def test_what_is_chosen_of_the_first_gpus_logits_is_what_all_decode_next(session: CudaSession) -> None:
-    asked = Sampling(temperature=1.0, seed=4)
-    reference = ReferenceSession(lowered(QWEN, 2, 1, by_data=True), QWEN, WEIGHTS)
-    texts = [list(each.stream((3, 5, 7), 9, sampling=asked)) for each in (session, reference)]
-    assert texts[0] == texts[1] and len(texts[0]) == 7
 
 
 def test_a_launch_that_is_stopped_leaves_a_session_that_can_be_used(session: CudaSession) -> None:

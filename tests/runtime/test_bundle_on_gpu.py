@@ -1,4 +1,4 @@
-"""Bundles and logarithms of shares on a GPU: what the ordinary path makes, and nothing compiled. Needs a GPU."""
+"""Bundles on a GPU: what the ordinary path makes, and nothing compiled. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from safetensors.torch import load_file
 import flywheel
 from flywheel.decode.bundling import make_bundle
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.sequences import SteppedSequences
 from flywheel.errors import KernelCompileError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.hf import load_spec
 from flywheel.runtime.reading import read_bundle
-from flywheel.runtime.sequences import GREEDY, Sampling, Sequences
+from flywheel.runtime.sequences import GREEDY, Sequences
 from flywheel.runtime.session import BundleSession
 from flywheel.runtime.writing import write_folder
 from flywheel.vm.gpu.driver import Gpu
 
 pytestmark = pytest.mark.gpu
-
-ASKING = (GREEDY, Sampling(1.3, seed=4, logprobs=3), Sampling(logprobs=5))
 
 
 def program_of(checkpoint: Path, gpu: Gpu) -> MegakernelProgram:
@@ -75,25 +72,3 @@ def test_a_bundle_decodes_what_stepping_does_and_compiles_nothing(
     with flywheel.Decoder.load(str(tmp_path / "bundle"), weights=str(checkpoint), check="all") as decoder:
         found = decoder.complete(ASKED[0], max_tokens=9).token_ids
         assert list(found) == expected[0][: len(found)]
-
-
-def test_queued_sequences_report_the_shares_that_stepped_ones_do(gpu: Gpu, checkpoint: Path) -> None:
-    program, weights = program_of(checkpoint, gpu), load_file(checkpoint / "model.safetensors")
-    with (
-        CudaModel(gpu, load_spec(checkpoint), DType.BF16, CONTEXT, weights, 3) as model,
-        model.load(program) as session,
-    ):
-        sequences = session.sequences()
-        for row, sampling in enumerate(ASKING):
-            sequences.join(row, ASKED[0], len(ASKED[0]) + 1, sampling)
-        queued = sorted(sequences.advance())
-        sequences.close()
-        stepped = SteppedSequences(session)
-        for row, sampling in enumerate(ASKING):
-            stepped.join(row, ASKED[0], len(ASKED[0]) + 1, sampling)
-        for ours, theirs in zip(queued, sorted(stepped.advance()), strict=True):
-            assert (ours.logprobs is None) == (theirs.logprobs is None) == (ours.row == 0)
-            if ours.logprobs is not None and theirs.logprobs is not None:
-                assert len(ours.logprobs.top) == ASKING[ours.row].logprobs
-                ours_by, theirs_by = dict(ours.logprobs.top), dict(theirs.logprobs.top)
-                assert ours_by == pytest.approx(theirs_by, abs=1e-5)
