@@ -135,7 +135,7 @@ def _whole(weights: Weights, key: str, dtype: torch.dtype) -> Tensor:
 
 
 class TorchDecoder:
-    """A DecodeSession whose step consists of torch's own operations, on the device of `weights` and in its dtype.
+    """Steps as a DecodeSession's, of torch's own operations, on the device of `weights` and in its dtype.
 
     A step reads its tokens from `token`, int64 [batch]. With `inline_attention`, attention is arithmetic that a
     compiler turns into kernels, instead of torch's own. Positions that no token has written hold NaN, so that reading

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from emulator.sessions import emulated_ranks, emulated_session
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flywheel.decode.bundling import make_bundle
 from flywheel.decode.choices import choose
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.reference import ReferenceSession
@@ -33,7 +34,7 @@ from flywheel.runtime.reading import read_bundle
 from flywheel.runtime.sequences import Sampling
 from flywheel.runtime.session import BundleSession, draw
 from flywheel.runtime.writing import write_folder
-from flywheel.vm.gpu.driver import open_gpu
+from flywheel.vm.gpu.driver import Gpu, open_gpu
 
 CONTEXT, BATCH = 32, 3
 BY_DATA = ScheduleConfig({"hand_off": {"data": 1}}, page_allocation="none", threads_per_block=192)
@@ -135,18 +136,32 @@ def bundle(model: Model, batch: int, lanes: int, ranks: int) -> Iterator[BundleS
     if not folder.exists():
         write_folder(folder, make_files(model.checkpoint, program_of(model.spec, batch, lanes, ranks)))
     gpu: Any = EmulatedGpu(seed=0)
-    session = BundleSession(gpu, read_bundle(folder), model.checkpoint)
-    yield session
-    session.close()
+    with closing(BundleSession(gpu, read_bundle(folder), model.checkpoint)) as session:
+        yield session
     assert not gpu._held
+
+
+def program_for(gpu: Gpu, spec: DecoderSpec, batch: int, lanes: int) -> MegakernelProgram:
+    """For all SMs of a GPU: a bundle is of one."""
+    alike = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
+    graph = decode_step(spec, CONTEXT, DType.F32, batch * lanes, lanes=lanes)
+    return lower(graph, BY_DATA, replace(alike, name="here", num_sms=gpu.num_sms))
+
+
+@contextmanager
+def bundle_on_gpu(model: Model, batch: int, lanes: int, ranks: int) -> Iterator[BundleSession]:
+    gpu, folder = open_gpu(), model.made_in / f"gpu{batch}"
+    if not folder.exists():
+        program = program_for(gpu, model.spec, batch, lanes)
+        write_folder(folder, make_bundle(program, model.spec, model.checkpoint, {"words": "a schedule"}))
+    with closing(BundleSession(gpu, read_bundle(folder), model.checkpoint)) as session:
+        yield session
 
 
 @contextmanager
 def on_gpu(model: Model, batch: int, lanes: int, ranks: int) -> Iterator[Any]:
     gpu = open_gpu()
-    alike = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
-    graph = decode_step(model.spec, CONTEXT, DType.F32, batch * lanes, lanes=lanes)
-    program = lower(graph, BY_DATA, replace(alike, name="few", num_sms=12))
+    program = program_for(gpu, model.spec, batch, lanes)
     with (
         CudaModel(gpu, model.spec, DType.F32, CONTEXT, model.weights, batch, lanes=lanes) as loaded,
         loaded.load(program) as session,
@@ -165,7 +180,7 @@ class Kind:
 
     @property
     def needs_gpu(self) -> bool:
-        return self.opened is on_gpu
+        return self.opened in (on_gpu, bundle_on_gpu)
 
     def open(self, model: Model, batch: int = BATCH) -> AbstractContextManager[Any]:
         return self.opened(model, batch, self.lanes, self.ranks)
@@ -187,6 +202,7 @@ DECODING = {
     **SESSIONS,
     "emulator, by counters": Kind(partial(emulator, by_counters=True)),
     "bundle": Kind(bundle, draws=numpy_draws),
+    "gpu, bundle": Kind(bundle_on_gpu, draws=numpy_draws),
 }
 """All that decode sequences."""
 

@@ -55,6 +55,11 @@ def launch(session: DecodeSession, texts: Sequence[Sequence[int]], start: int, s
     return found
 
 
+def weights_for(session: DecodeSession, model: Model) -> dict[str, Tensor]:
+    """On the device where its caches are."""
+    return {name: each.to(session.caches.device) for name, each in model.weights.items()}
+
+
 def check(found: Sequence[Sequence[Tensor]], texts: Sequence[Sequence[int]], start: int, model: Model) -> None:
     for text, rows in zip(texts, found, strict=True):
         for place, logits in enumerate(rows):
@@ -85,7 +90,7 @@ def test_a_prompt_at_once_stands_for_its_steps_and_other_rows_keep_theirs(
 def test_a_written_cache_stands_for_its_tokens(session: DecodeSession, model: Model) -> None:
     session.caches.clear()
     for row, text in enumerate(TEXTS):
-        oracle = make_oracle(session, model.weights)
+        oracle = make_oracle(session, weights_for(session, model))
         oracle.prefill(text[:6])
         session.write_cache(oracle.read_cache(), row)
     check(launch(session, TEXTS, 6, 8), TEXTS, 6, model)
@@ -133,7 +138,7 @@ def test_tokens_and_positions_out_of_range_and_other_numbers_of_them_are_refused
 
 
 def test_a_cache_of_another_size_is_refused(session: DecodeSession, model: Model) -> None:
-    oracle = make_oracle(session, model.weights)
+    oracle = make_oracle(session, weights_for(session, model))
     oracle.prefill([1])
     with pytest.raises(UsageError, match="1 layers"):
         session.write_cache(oracle.read_cache()[:1])
@@ -144,7 +149,7 @@ def test_a_cache_of_another_size_is_refused(session: DecodeSession, model: Model
 
 def test_its_tensors_pass_the_judge(session: DecodeSession, model: Model) -> None:
     if session.lanes == 1:  # the judge gives a launch one token of each sequence
-        verdict = verify(session, model.weights, (0, 7, CONTEXT - 1))
+        verdict = verify(session, weights_for(session, model), (0, 7, CONTEXT - 1))
         assert verdict.passed, verdict.reason
         assert {"logits", "L0.x_out", "L1.attn"} <= set(session.taps.buffers)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from postgres_server import Server
 
+from flywheel.errors import StoreError
 from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
 from flywheel.store.claims import Claim
@@ -65,6 +66,21 @@ def test_rows_of_two_runs_are_numbered_without_a_gap(store: Store, make_record: 
     with store.share("first") as one, store.share("first") as other:
         numbers = [run.append(make_record(trial=99)).trial for run in (one, other, other, one)]
     assert numbers == [record.trial for record in store.trials("first")] == [0, 1, 2, 3]
+
+
+def test_a_campaign_is_deleted_with_its_rows_alone_and_only_once_nobody_searches_it(
+    store: Store, make_record: Records, make_campaign: Callable[..., Campaign]
+) -> None:
+    store.create_campaign(make_campaign("other"))
+    store.append_all([make_record(), make_record(trial=1), make_record(campaign="other")])
+    with store.share("first") as run:
+        run.claim("abc", 2, 9)
+        with pytest.raises(StoreError, match="campaign 'first' is being searched; end that first"):
+            store.delete_campaign("first")
+        assert len(store.trials("first")) == 2
+    store.delete_campaign("first")
+    assert (store.campaign("first"), store.trials("first")) == (None, [])
+    assert [record.campaign for record in store.trials("other")] == ["other"]
 
 
 def test_what_a_run_leaves_behind_is_free(store: Store) -> None:
