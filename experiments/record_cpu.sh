@@ -16,7 +16,7 @@
 #   fuzz[:MINUTES[:SEED]]     4 minutes of all cores, from case 400000 on
 # checks, as many at once as there are cores, each on one:
 #   cache_memory lookup_acceptance mpk_steps ranks_predicted shipped_predicted long_context aa_noise aa_noise_gpu
-#   calibration three_way quantised_checkpoints t4_roundtrip
+#   calibration three_way quantised_checkpoints t4_roundtrip knob_gains
 #   operation_laws[:MUTANTS[:LAUNCHED]]  10,000 for the reference VM, 200 for each of the emulator's 5 variants
 #   proof_by_layers[:MUTANTS]            10,000
 #   proof_by_runs[:MUTANTS]              10,000
@@ -46,7 +46,8 @@ times=(search_rate serve_host ask_threads load_speed lowering_speed pack_speed m
   compile_speed samplers warm_start judge_samplers serve_storm crash_resume faults first_use serve_faults
   fuzz)
 checks=(long_context operation_laws proof_by_layers proof_by_runs aa_noise aa_noise_gpu three_way calibration
-  ranks_predicted shipped_predicted quantised_checkpoints t4_roundtrip cache_memory lookup_acceptance mpk_steps)
+  ranks_predicted shipped_predicted quantised_checkpoints t4_roundtrip cache_memory lookup_acceptance mpk_steps
+  knob_gains)
 long=(tampering predicted_regret replay_measured mpk_orders emulated)
 
 # The line that asked for an output, and where it was made.
@@ -187,6 +188,7 @@ checked() {
   case "$1" in
     aa_noise_gpu) script aa_noise.py --noise results/gpu/results.tsv ;;
     calibration) calibration ;;
+    knob_gains) script gains.py --knobs ;;
     operation_laws)
       script operation_laws.py "${size:-10000}" && echo && script operation_laws.py --emulated "${more:-200}" ;;
     proof_by_layers) script proofs.py layers --configs 500 --mutants "${size:-10000}" ;;
