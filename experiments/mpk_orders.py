@@ -27,7 +27,7 @@ from flywheel.interop.mpk.proof import check
 from flywheel.interop.mpk.reading import read_graph
 from flywheel.interop.mpk.repairing import repair
 from flywheel.interop.mpk.timing import H200
-from flywheel.search.task_graphs import WORKERS, Tried, search_graphs
+from flywheel.search.task_graphs import WORKERS, TriedSchedule, search_graphs
 
 GRAPHS = Path(__file__).parents[1] / "tests" / "interop" / "mpk" / "graphs"
 SAMPLES = (
@@ -70,7 +70,7 @@ def show(name: str, graphs: Sequence[MpkGraph], context: int) -> None:
     print(f"{name:16}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
 
 
-def best_of(trials: Sequence[Tried]) -> float | None:
+def best_of(trials: Sequence[TriedSchedule]) -> float | None:
     """The least time of what the proof accepted."""
     return min((each.latency_us for each in trials if each.latency_us is not None), default=None)
 

@@ -25,7 +25,7 @@ from flywheel.search.knobs import Value
 from flywheel.search.opening import open_campaign
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.trials.engine import Bench, InlineEngine
+from flywheel.search.trials.engine import EvaluationSetup, InlineEngine
 from flywheel.search.trials.evaluate import evaluate
 from flywheel.search.trials.predicting import predict_outcome
 from flywheel.search.workload import Workload
@@ -60,7 +60,7 @@ def campaign(work: Work, layers: int, trials: int, cold: bool, job: tuple[str, i
     space = make_space(workload)
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "store.db") as store:
         name = open_campaign(spec, space, store, fresh=False)
-        engine = InlineEngine(Bench(workload, unseen, predict_outcome))
+        engine = InlineEngine(EvaluationSetup(workload, unseen, predict_outcome))
         CampaignRun(spec, name, space, store, engine, capture_environment()).run(lambda _: None, lambda: False)
         records = store.trials(name)
         best = store.best(measured=False, campaign=name)

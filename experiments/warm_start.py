@@ -28,7 +28,7 @@ from flywheel.search.knowledge.warm import starts_of
 from flywheel.search.opening import open_campaign
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.trials.engine import Bench, InlineEngine
+from flywheel.search.trials.engine import EvaluationSetup, InlineEngine
 from flywheel.search.trials.evaluate import evaluate
 from flywheel.search.trials.predicting import predict_outcome
 from flywheel.search.workload import Workload
@@ -62,7 +62,7 @@ def campaign(
 ) -> tuple[Campaign, list[TrialRecord]]:
     """One campaign beside the best rows of the donors, and its trials."""
     base = CampaignSpec(*work, context=CONTEXT, measure="predict", seed=seed, trials=trials, name="/".join(work))
-    spec, bench = replace(base, **options), Bench(workload(work), unseen, predict_outcome)
+    spec, bench = replace(base, **options), EvaluationSetup(workload(work), unseen, predict_outcome)
     space = make_space(bench.workload)
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "store.db") as store:
         for other, best in donors:

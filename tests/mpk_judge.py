@@ -13,7 +13,7 @@ from flywheel.interop.mpk.graph import (
     LAUNCHING,
     MpkGraph,
     MpkTask,
-    Tensor,
+    MpkTensor,
     event_id,
     is_remote,
     place_of,
@@ -29,7 +29,7 @@ Access = tuple[int, str, int, bool, int | None]
 """Rank, tensor, bytes as bits, whether it writes, and the part of the piece if only one part is touched."""
 
 
-def addresses(tensor: Tensor) -> int:
+def addresses(tensor: MpkTensor) -> int:
     """The bytes of a piece, each a bit."""
     starts = [tensor.offset]
     for size, step in zip(tensor.dims, tensor.strides, strict=True):
@@ -40,7 +40,7 @@ def addresses(tensor: Tensor) -> int:
     return mask
 
 
-def slot(tensor: Tensor, number: int) -> Tensor:
+def slot(tensor: MpkTensor, number: int) -> MpkTensor:
     """A rank's slot of the buffer of an all-reduce."""
     step = tensor.strides[0] * BYTES[tensor.data_type]
     return replace(tensor, offset=tensor.offset + number * step, dims=(1, *tensor.dims[1:]))
@@ -50,7 +50,7 @@ class Judge:
     """Says whether two iterations of the graphs of all ranks end and are free of races."""
 
     def __init__(self) -> None:
-        self._masks: dict[Tensor, int] = {}
+        self._masks: dict[MpkTensor, int] = {}
 
     def accepts(self, graphs: Sequence[MpkGraph]) -> bool:
         found = _Run(graphs)
@@ -94,7 +94,7 @@ class Judge:
                 found.append((rank, tensor.name, self._mask(tensor), True, part))
         return found
 
-    def _mask(self, tensor: Tensor) -> int:
+    def _mask(self, tensor: MpkTensor) -> int:
         if tensor not in self._masks:
             self._masks[tensor] = addresses(tensor)
         return self._masks[tensor]

@@ -63,7 +63,7 @@ SAMPLES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BenchWork:
     """The workloads to compare: a model on a GPU, at contexts of at least 2, for batches. `name` is the model as the
     user gave it."""
 
@@ -89,7 +89,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredWorkload:
     """A workload, and the program that its schedule lowers to."""
 
     workload: Workload
@@ -99,7 +99,7 @@ class Lowered:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class UnfitWorkload:
     """A workload that its schedule does not fit, and the reason."""
 
     context: int
@@ -243,7 +243,7 @@ def _settle(
     batches: tuple[int, ...] | None,
     weights: str | None = None,
     ranks: int | None = None,
-) -> Work:
+) -> BenchWork:
     """The work to compare. An option decides, else the schedule or campaign, else the default.
 
     Raises UsageError, NoGpuError, and what looking up the names raises.
@@ -269,7 +269,7 @@ def _settle(
     sizes = tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences))
     asked_gpu = gpu or (None if given is None else given.gpu)
     count = ranks or (1 if asked_gpu is None else gpus_of(asked_gpu)[0])
-    return Work(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled), count)
+    return BenchWork(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled), count)
 
 
 def _target(gpu: str | None) -> GpuTarget:
@@ -285,7 +285,7 @@ def _target(gpu: str | None) -> GpuTarget:
     return target_here(Device(here.name, here.num_sms, here.total_bytes))
 
 
-def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
+def _lower(chosen: Sequence[Chosen]) -> tuple[list[LoweredWorkload], list[UnfitWorkload]]:
     """(programs of the schedules that fit their workloads, schedules that do not fit, as far as that is known without a
     GPU)."""
     from flywheel.decode.notes import Note
@@ -307,14 +307,14 @@ def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
         if origin.get("program_id") not in (None, made):
             told = "this version lowers the config to a program that was not measured"
             notes += (Note("another-program", f"{_work(workload)}: {told}"),)
-        lowered.append(Lowered(workload, program, {**origin, "program_id": made}, notes))
+        lowered.append(LoweredWorkload(workload, program, {**origin, "program_id": made}, notes))
     return lowered, refused
 
 
-def _refuse(workload: Workload, error: FlywheelError) -> Refused:
+def _refuse(workload: Workload, error: FlywheelError) -> UnfitWorkload:
     """A refusal for the table, which is also shown at once."""
     note(f"flywheel: rejected: {_work(workload)}: {error}")
-    return Refused(workload.context, workload.batch, str(error))
+    return UnfitWorkload(workload.context, workload.batch, str(error))
 
 
 def _work(workload: Workload) -> str:
@@ -322,7 +322,7 @@ def _work(workload: Workload) -> str:
 
 
 def _compete(
-    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int,
+    work: BenchWork, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int,
     notes: tuple[Note, ...],
 ) -> tuple[dict[str, Any], list[Comparison]]:  # fmt: skip
     """The document, without the command line, and its comparisons. Ends the command with REJECTED if there are none.
@@ -382,7 +382,7 @@ def _compete(
     return document, comparisons
 
 
-def _contests(gpus: Sequence[Gpu], work: Work, seed: int, formats: WeightFormats) -> Contests | RankedContests:
+def _contests(gpus: Sequence[Gpu], work: BenchWork, seed: int, formats: WeightFormats) -> Contests | RankedContests:
     given = work.source, DTYPES[work.dtype], seed, _say, formats
     if len(gpus) > 1:
         from flywheel.rivals.ranked_contests import RankedContests

@@ -31,7 +31,7 @@ END_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EngineLoad:
     """A load for other engines. `folder` is the model's, `rows` the requests that a server decodes together."""
 
     folder: Path
@@ -44,13 +44,13 @@ class Asked:
     max_tokens: int
 
 
-def time_engines(names: Sequence[str], asked: Asked | str) -> dict[str, dict[str, Any]]:
+def time_engines(names: Sequence[str], asked: EngineLoad | str) -> dict[str, dict[str, Any]]:
     """Of each engine its `loads`, or `why` it has none. `asked` is a reason that holds for all, or the load."""
     found: dict[str, dict[str, Any]] = {}
     for name in ENGINES:
         why = _refusal(name, names, asked)
         if why is None:
-            assert isinstance(asked, Asked)
+            assert isinstance(asked, EngineLoad)
             note(f"flywheel: {name}, takes minutes")
             try:
                 found[name] = {"loads": _transformers(asked) if name == "transformers" else _vllm(asked)}
@@ -61,7 +61,7 @@ def time_engines(names: Sequence[str], asked: Asked | str) -> dict[str, dict[str
     return found
 
 
-def _refusal(name: str, names: Sequence[str], asked: Asked | str) -> str | None:
+def _refusal(name: str, names: Sequence[str], asked: EngineLoad | str) -> str | None:
     if name not in names:
         return "not asked for"
     if find_spec(name) is None:
@@ -69,7 +69,7 @@ def _refusal(name: str, names: Sequence[str], asked: Asked | str) -> str | None:
     return asked if isinstance(asked, str) else None
 
 
-def _transformers(asked: Asked) -> list[dict[str, Any]]:
+def _transformers(asked: EngineLoad) -> list[dict[str, Any]]:
     """Raises UsageError with the last line of a process that fails."""
     document = {
         "folder": str(asked.folder), "dtype": asked.dtype, "device": asked.device, "clients": list(asked.clients),
@@ -89,7 +89,7 @@ def _transformers(asked: Asked) -> list[dict[str, Any]]:
     return loads
 
 
-def vllm_command(asked: Asked, port: int) -> list[str]:
+def vllm_command(asked: EngineLoad, port: int) -> list[str]:
     """What starts vLLM's server. Source: vllm-project/vllm, `entrypoints/openai/cli_args.py`, `engine/arg_utils.py`."""
     plain = any(asked.folder.glob("*.safetensors*"))
     return [
@@ -100,7 +100,7 @@ def vllm_command(asked: Asked, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _vllm(asked: Asked) -> list[dict[str, Any]]:
+def _vllm(asked: EngineLoad) -> list[dict[str, Any]]:
     """Raises UsageError where its server does not come, or answers no first request."""
     from flywheel.serve.load import put_load
 

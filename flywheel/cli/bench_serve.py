@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.children import start_program
-from flywheel.cli.bench_engines import ENGINES, NONE, Asked, end, rows_of, time_engines
+from flywheel.cli.bench_engines import ENGINES, NONE, EngineLoad, end, rows_of, time_engines
 from flywheel.cli.text import note, show_document
 from flywheel.errors import UsageError
 from flywheel.ir.bundles import is_bundle
@@ -94,7 +94,7 @@ def _engines(params: Mapping[str, Any]) -> tuple[str, ...]:
     return names
 
 
-def _same_load(where: str, params: Mapping[str, Any], prompts: list[str]) -> Asked | str:
+def _same_load(where: str, params: Mapping[str, Any], prompts: list[str]) -> EngineLoad | str:
     """The load for engines that this command starts behind its own server; why there is none."""
     from flywheel.decode.source import open_source
     from flywheel.models.catalog import model_name, model_path
@@ -108,7 +108,7 @@ def _same_load(where: str, params: Mapping[str, Any], prompts: list[str]) -> Ask
     path = model_path(model_name(params["model"]))
     if path is None:
         return "not timed: the model has no directory"
-    return Asked(
+    return EngineLoad(
         path if path.is_dir() else path.parent, DTYPES[params["dtype"] or open_source(params["model"]).dtype or "bf16"],
         "cuda", params["contexts"][0] if params["contexts"] else None, params["batches"][0] if params["batches"] else 1,
         params["clients"], prompts, params["max_tokens"],

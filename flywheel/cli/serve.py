@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from flywheel.serve.decoder import Device
-    from flywheel.serve.worker import Loaded
+    from flywheel.serve.worker import DecoderReady
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:\d+)?|[a-z]+://\[[0-9a-f:.]+\](:\d+)?")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -123,7 +123,7 @@ def serve(
             engine.close()
 
 
-def _announce(loaded: Loaded, served: str, listener: socket, as_json: bool) -> None:
+def _announce(loaded: DecoderReady, served: str, listener: socket, as_json: bool) -> None:
     """Say what is served, and where."""
     announce_notes([each for each in loaded.notes if each.code != "schedule"])  # the next line names it
     where = listener.getsockname()

@@ -30,7 +30,7 @@ from flywheel.cost_model.events import (
     SM,
     STATE,
     TASK,
-    Engine,
+    EventState,
     Records,
     run,
 )
@@ -103,7 +103,7 @@ def simulate(queues: Queues, rates: Rates) -> Trace:
         state[name] = getattr(rates, name)
     state["slowest_us"] = 1 / rate_of[-1]
     n_timers = len(sms) + len(gates)
-    run(Engine(state, tasks, sms, gates, _counters(queues), links, np.asarray(queues.gates, np.int64), rate_of,
+    run(EventState(state, tasks, sms, gates, _counters(queues), links, np.asarray(queues.gates, np.int64), rate_of,
                empty_agenda(len(sms), n_timers), np.zeros(n_timers, np.int64)))  # fmt: skip
     stuck = sms["head"][sms["head"] < sms["stop"]]
     return Trace(

@@ -1,7 +1,7 @@
 """The events of the engine, compiled by numba: one step of llama3-8b has 40,000 of them.
 
-All state is in arrays of records, which `Engine` lists. Sums are computed in a fixed order, so that a prediction has
-the same bits everywhere.
+All state is in arrays of records, which `EventState` lists. Sums are computed in a fixed order, so that a prediction
+has the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASK = np.dtype(
     [(name, "f8") for name in ("early", "stream_end", "limit", "ahead", "work", "tail", "start", "end")]
     + [(name, "i8") for name in ("signal", "first_gate", "last_gate")]
 )
-"""A queue entry: its columns of `Queues`, the range of `Engine.awaited` that it awaits, and when it ran."""
+"""A queue entry: its columns of `Queues`, the range of `EventState.awaited` that it awaits, and when it ran."""
 
 SM = np.dtype(
     [(name, "f8") for name in ("base", "have", "limit", "done", "due", "since", "finish")]
@@ -43,7 +43,8 @@ GATE = np.dtype([("visible", "f8"), ("first", "i8"), ("last", "i8"), ("open", "?
 """A gate, and the first and last SM that wait there."""
 
 COUNTER = np.dtype([("latest", "f8"), ("left", "i8"), ("link", "i8"), ("end", "i8")])
-"""A counter: its last signal, the signals that its next gate still needs, and the remaining range of `Engine.links`."""
+"""A counter: its last signal, the signals that its next gate still needs, and the remaining range of
+`EventState.links`."""
 
 LINK = np.dtype([("gate", "i8"), ("needs", "i8")])
 
@@ -54,7 +55,7 @@ STATE = np.dtype(
 """The clock, the memory and the constants."""
 
 
-class Engine(NamedTuple):
+class EventState(NamedTuple):
     """All data that a run reads and changes.
 
     A timer stands for one of two events: an SM's number: its task ends; ~gate: the gate opens. There is at most one
@@ -76,7 +77,7 @@ class Engine(NamedTuple):
 
 
 @bare
-def _activate(engine: Engine, sm: Records, have: float) -> None:
+def _activate(engine: EventState, sm: Records, have: float) -> None:
     """Restart the loader of `sm`, which has stopped at `have` bytes."""
     state = engine.state[0]
     sm.active = True
@@ -95,7 +96,7 @@ def _next_arrival(sm: Records, at: float) -> float:
 
 
 @bare
-def _start(engine: Engine, number: int, time: float) -> float:
+def _start(engine: EventState, number: int, time: float) -> float:
     """Start the next task of an SM at `time`. Returns its loader's next arrival, or NEVER."""
     state, sm = engine.state[0], engine.sms[number]
     task = engine.tasks[sm.head]
@@ -121,7 +122,7 @@ def _start(engine: Engine, number: int, time: float) -> float:
 
 
 @bare
-def _allow(engine: Engine, sm: Records, limit: float) -> float:
+def _allow(engine: EventState, sm: Records, limit: float) -> float:
     """Let the loader of `sm`, whose next task waits, continue to `limit` if that is beyond its last limit."""
     if limit <= sm.limit:
         return NEVER
@@ -134,7 +135,7 @@ def _allow(engine: Engine, sm: Records, limit: float) -> float:
 
 
 @bare
-def _closed_gate(engine: Engine, task: Records) -> int:
+def _closed_gate(engine: EventState, task: Records) -> int:
     """The first closed gate of a task, or NOBODY."""
     for place in range(task.first_gate, task.last_gate):
         if not engine.gates[engine.awaited[place]].open:
@@ -143,7 +144,7 @@ def _closed_gate(engine: Engine, task: Records) -> int:
 
 
 @bare
-def _wait(engine: Engine, number: int, gate: Records) -> None:
+def _wait(engine: EventState, number: int, gate: Records) -> None:
     """Put an SM into a gate's queue, after the SMs that already wait."""
     if gate.first == NOBODY:
         gate.first = number
@@ -154,7 +155,7 @@ def _wait(engine: Engine, number: int, gate: Records) -> None:
 
 
 @bare
-def _reach(engine: Engine, number: int, time: float) -> float:
+def _reach(engine: EventState, number: int, time: float) -> float:
     """An SM reaches its next task: start it, or wait at the first closed gate."""
     sm = engine.sms[number]
     task = engine.tasks[sm.head]
@@ -169,7 +170,7 @@ def _reach(engine: Engine, number: int, time: float) -> float:
 
 
 @bare
-def _finish(engine: Engine, number: int, time: float) -> float:
+def _finish(engine: EventState, number: int, time: float) -> float:
     """The running task of an SM ends at `time`: signal, then go to the next task."""
     state, sm = engine.state[0], engine.sms[number]
     task = engine.tasks[sm.head]
@@ -192,7 +193,7 @@ def _finish(engine: Engine, number: int, time: float) -> float:
 
 
 @bare
-def _arrive(engine: Engine, number: int) -> float:
+def _arrive(engine: EventState, number: int) -> float:
     """The loader of an SM has reached the end of the running task's bytes, or its limit."""
     state, sm = engine.state[0], engine.sms[number]
     if sm.waiting:
@@ -215,7 +216,7 @@ def _arrive(engine: Engine, number: int) -> float:
 
 
 @bare
-def _wake(engine: Engine, number: int, time: float) -> None:
+def _wake(engine: EventState, number: int, time: float) -> None:
     """A waiting SM continues: to its task, or to the next closed gate."""
     state, sm = engine.state[0], engine.sms[number]
     task = engine.tasks[sm.head]
@@ -233,7 +234,7 @@ def _wake(engine: Engine, number: int, time: float) -> None:
 
 
 @bare
-def _release(engine: Engine, gate: Records, time: float) -> None:
+def _release(engine: EventState, gate: Records, time: float) -> None:
     """A gate opens: all SMs that wait there continue."""
     gate.open = True
     number = gate.first
@@ -244,7 +245,7 @@ def _release(engine: Engine, gate: Records, time: float) -> None:
 
 
 @bare
-def _begin(engine: Engine) -> None:
+def _begin(engine: EventState) -> None:
     """Start all loaders, and all tasks without waits."""
     for number in range(len(engine.sms)):
         sm = engine.sms[number]
@@ -262,7 +263,7 @@ def _begin(engine: Engine) -> None:
 
 
 @bare
-def _due(engine: Engine, who: int, time: float) -> None:
+def _due(engine: EventState, who: int, time: float) -> None:
     """Handle the event that a timer was set for."""
     if who < 0:
         _release(engine, engine.gates[~who], time)
@@ -273,7 +274,7 @@ def _due(engine: Engine, who: int, time: float) -> None:
 
 
 @bare
-def run(engine: Engine) -> None:
+def run(engine: EventState) -> None:
     """Process events until none is left."""
     clock, agenda = engine.state[0], engine.agenda
     _begin(engine)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flywheel.cost_model.units import Ints, Units
 from flywheel.ir import MegakernelProgram, Run, Runs, Stretch, Wait
-from flywheel.ir.layers import Layered, Layers
+from flywheel.ir.layers import LayeredTable, Layers
 from flywheel.ir.runs import task_of
 from flywheel.ir.tiles import stretches_of
 from flywheel.plan import KernelVariant
@@ -89,7 +89,7 @@ def _waits_by_data(program: MegakernelProgram, layers: Layers | None) -> Sequenc
     if not isinstance(tasks, Runs):
         hand_offs = by_data(replace(program, pages=None), group_tasks(tasks))
         return hand_offs.waits if hand_offs.awaited else None
-    if layers is not None and isinstance(buffers, Layered):
+    if layers is not None and isinstance(buffers, LayeredTable):
         times = min(layers.times, _BRIEF)
         looks = dict(enumerate(buffers.column(lambda each: each, times)))  # their ids are not used
         found = waits_by_data(_parts(tasks.repeated(times)), looks)

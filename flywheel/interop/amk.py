@@ -44,7 +44,7 @@ class PriorTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _AmkRow:
     config: ScheduleConfig
     work: tuple[str, ...]
     latency_us: float
@@ -62,12 +62,12 @@ def read_results(text: str, corpus: str = "") -> PriorTable:
     if MARK not in columns:
         raise IrFormatError(f"table line 1: no column {MARK!r}, so it is not AutoMegaKernel's")
     schedules = _read_corpus(corpus)
-    rows: list[_Row] = []
+    rows: list[_AmkRow] = []
     skipped: Counter[str] = Counter()
     for number, line in enumerate(lines[1:], start=2):
         if line.strip():
             found = _row(number, line.split("\t"), columns, schedules)
-            if isinstance(found, _Row):
+            if isinstance(found, _AmkRow):
                 rows.append(found)
             else:
                 skipped[found] += 1
@@ -81,7 +81,7 @@ def schedule_id(schedule: Mapping[str, Any]) -> str:
     return "sch_" + hashlib.sha1(json.dumps(schedule, sort_keys=True).encode(), usedforsecurity=False).hexdigest()[:10]
 
 
-def _row(number: int, cells: Sequence[str], columns: Sequence[str], schedules: Mapping[str, Any]) -> _Row | str:
+def _row(number: int, cells: Sequence[str], columns: Sequence[str], schedules: Mapping[str, Any]) -> _AmkRow | str:
     """A row with its config, or the reason why it proposes none."""
     if len(cells) != len(columns):
         return "cells that do not match the columns"
@@ -105,7 +105,7 @@ def _row(number: int, cells: Sequence[str], columns: Sequence[str], schedules: M
     except IrFormatError as error:
         raise IrFormatError(f"table line {number}: schedule: {error}") from None
     work = tuple(row.get(name, "") for name in ("model", "gpu", "regime"))
-    return _Row(config, work, _latency_us(row.get("latency_us", "")))
+    return _AmkRow(config, work, _latency_us(row.get("latency_us", "")))
 
 
 def _latency_us(cell: str) -> float:
@@ -117,7 +117,7 @@ def _latency_us(cell: str) -> float:
     return latency_us if isfinite(latency_us) and latency_us > 0 else inf
 
 
-def _ranked(rows: Sequence[_Row]) -> list[ScheduleConfig]:
+def _ranked(rows: Sequence[_AmkRow]) -> list[ScheduleConfig]:
     ranks: Counter[tuple[str, ...]] = Counter()
     placed = []
     for row in sorted(rows, key=lambda row: row.latency_us):

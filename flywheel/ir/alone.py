@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from flywheel.ir.access import MATRIX_OPS, Region, tile
-from flywheel.ir.layers import Layered, Layers, Span
+from flywheel.ir.layers import LayeredTable, Layers, Span
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Input, Recipe, Scratch
@@ -28,8 +28,8 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     """
     tasks = program.tasks if isinstance(program.tasks, Runs) else _as_runs(program)
     layers = layers_of(program)
-    buffers = program.buffers.spelled if isinstance(program.buffers, Layered) and layers else program.buffers
-    counters = program.counters.spelled if isinstance(program.counters, Layered) and layers else program.counters
+    buffers = program.buffers.spelled if isinstance(program.buffers, LayeredTable) and layers else program.buffers
+    counters = program.counters.spelled if isinstance(program.counters, LayeredTable) and layers else program.counters
     spelled = tasks.spelled if layers is not None else tasks.runs
     homes = {buffer.id: buffer.rank for buffer in buffers}
     own = [
@@ -50,8 +50,8 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     return replace(
         program,
         ranks=1,
-        buffers=Layered(trimmed, fewer),
-        counters=Layered(counters, fewer),
+        buffers=LayeredTable(trimmed, fewer),
+        counters=LayeredTable(counters, fewer),
         tasks=Runs(runs, sms, fewer),
         pages=None,
     )

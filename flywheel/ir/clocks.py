@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from flywheel.ir.steps import Step
+from flywheel.ir.steps import ProofTask
 
 
 class QueueOrder:
@@ -20,7 +20,7 @@ class QueueOrder:
 
     __slots__ = ("_ahead", "_awaited", "_complete", "_heads", "_next", "_order", "_steps")
 
-    def __init__(self, steps: Sequence[Step], order: Sequence[int]) -> None:
+    def __init__(self, steps: Sequence[ProofTask], order: Sequence[int]) -> None:
         self._steps, self._order, self._next = steps, order, 0
         self._awaited = Counter([wait.counter for step in steps for wait in step.waits])
         self._heads: dict[tuple[int, int], int] = {}

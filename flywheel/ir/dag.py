@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from flywheel.ir.firing import walk
 from flywheel.ir.program import MegakernelProgram
-from flywheel.ir.steps import Step
+from flywheel.ir.steps import ProofTask
 
 
-def producers_by_counter(tasks: Sequence[Step]) -> dict[int, list[int]]:
+def producers_by_counter(tasks: Sequence[ProofTask]) -> dict[int, list[int]]:
     """Positions in `tasks` of each counter's producers."""
     producers: dict[int, list[int]] = {}
     for index, task in enumerate(tasks):
@@ -31,7 +31,7 @@ def dependency_edges(program: MegakernelProgram) -> set[tuple[int, int]]:
     }
 
 
-def list_order_is_topological(tasks: Sequence[Step], produced: dict[int, int]) -> bool:
+def list_order_is_topological(tasks: Sequence[ProofTask], produced: dict[int, int]) -> bool:
     """Whether every counter that a task waits on is complete (`produced[counter]` increments) before its position."""
     left = dict(produced)
     checked: dict[int, int] = {}  # ids of shared waits sequences that are complete
@@ -46,7 +46,7 @@ def list_order_is_topological(tasks: Sequence[Step], produced: dict[int, int]) -
     return True
 
 
-def topological_positions(tasks: Sequence[Step]) -> Sequence[int]:
+def topological_positions(tasks: Sequence[ProofTask]) -> Sequence[int]:
     """Positions in an order that respects every wait; a `range` where the list is in such an order.
 
     Tasks on or behind a cycle are left out.
@@ -70,7 +70,7 @@ def topological_order(program: MegakernelProgram) -> list[int] | None:
     return [program.tasks[index].id for index in order]
 
 
-def find_cycle(tasks: Sequence[Step], ordered: Sequence[int]) -> list[int]:
+def find_cycle(tasks: Sequence[ProofTask], ordered: Sequence[int]) -> list[int]:
     """Positions of one cycle, in execution order, among the tasks that `topological_positions` left out."""
     placed = set(ordered)
     producers = producers_by_counter(tasks)

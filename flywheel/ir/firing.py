@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
 
-from flywheel.ir.steps import Step
+from flywheel.ir.steps import ProofTask
 
 Need = tuple[int, int]
 """(counter, the number of signals that it needs, at least 1)"""
@@ -73,7 +73,7 @@ def _waiting(needs: Sequence[Sequence[Need]]) -> dict[int, list[tuple[int, int]]
     return waiting
 
 
-def fire(tasks: Sequence[Step], keys: Sequence[float] | None = None, serial: bool = False) -> list[int]:
+def fire(tasks: Sequence[ProofTask], keys: Sequence[float] | None = None, serial: bool = False) -> list[int]:
     """Positions in the order in which counters let tasks fire; `walk` chooses by `keys`.
 
     With `serial`, each SM runs its tasks one after the other.
@@ -87,7 +87,7 @@ def fire(tasks: Sequence[Step], keys: Sequence[float] | None = None, serial: boo
     return walk([needs[id(task.waits)] for task in tasks], [task.out_counter for task in tasks], keys, followers)
 
 
-def stuck_in_queues(tasks: Sequence[Step]) -> list[int]:
+def stuck_in_queues(tasks: Sequence[ProofTask]) -> list[int]:
     """Positions of the tasks at which serial SM queues block for ever; empty where all queues finish.
 
     Tasks without an SM are in no queue.
@@ -97,7 +97,7 @@ def stuck_in_queues(tasks: Sequence[Step]) -> list[int]:
     return [index for index in range(len(tasks)) if index not in fired and index not in behind]
 
 
-def _followers(tasks: Sequence[Step], gone: Set[int] = frozenset()) -> dict[int, int]:
+def _followers(tasks: Sequence[ProofTask], gone: Set[int] = frozenset()) -> dict[int, int]:
     """Position -> the next position in the queue of its SM, if `gone` positions are removed.
 
     Tasks without an SM are in no queue.

@@ -112,7 +112,7 @@ class Shift(NamedTuple):
     """The number of the template's first layer."""
 
 
-class Layered(Sequence[R]):
+class LayeredTable(Sequence[R]):
     """The buffers or the counters of a program of alike layers. Their ids are their places.
 
     `spelled` is the table with the template once. As a sequence it has all records, which are made on demand.
@@ -176,13 +176,13 @@ class Layered(Sequence[R]):
 
     def __eq__(self, other: object) -> bool:
         """Whether the other sequence has equal records."""
-        return isinstance(other, Layered | tuple) and self._records() == tuple(other)
+        return isinstance(other, LayeredTable | tuple) and self._records() == tuple(other)
 
     def __hash__(self) -> int:
         return hash(self._records())
 
     def __reduce__(self) -> tuple[Any, tuple[tuple[R, ...], Layers]]:
-        return Layered, (self.spelled, self.layers)
+        return LayeredTable, (self.spelled, self.layers)
 
     def _records(self) -> tuple[R, ...]:
         if self._all is None:

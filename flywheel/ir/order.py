@@ -22,7 +22,7 @@ from collections.abc import Sequence, Set
 from typing import Final
 
 from flywheel.ir.records import Wait
-from flywheel.ir.steps import Step
+from flywheel.ir.steps import ProofTask
 
 MAX_WALKS: Final = 128
 """Walks after which all answers are computed at once."""
@@ -50,7 +50,7 @@ class HappensBefore:
         "_walks", "wait_class",
     )  # fmt: skip
 
-    def __init__(self, tasks: Sequence[Step], order: Sequence[int], opaque: Set[int] = frozenset()) -> None:
+    def __init__(self, tasks: Sequence[ProofTask], order: Sequence[int], opaque: Set[int] = frozenset()) -> None:
         self._class_counters: list[tuple[int, ...]] = []
         self._counter_classes: dict[int, list[int]] = {}
         self._level: dict[int, int] = {}
@@ -75,7 +75,7 @@ class HappensBefore:
             else:
                 self._produce(counter, by_identity[identity], taken)
 
-    def _classes(self, tasks: Sequence[Step], identities: list[int]) -> dict[int, int]:
+    def _classes(self, tasks: Sequence[ProofTask], identities: list[int]) -> dict[int, int]:
         """Number the distinct sets of awaited counters. The result maps the identity of waits to a wait class."""
         shared: dict[int, Sequence[Wait]] = dict(zip(identities, [task.waits for task in tasks], strict=True))
         by_counters: dict[tuple[int, ...], int] = {}
@@ -159,7 +159,7 @@ class HappensBefore:
             through[counter] = found
         self._complete = [before(group) for group in range(len(self._class_counters))]
 
-    def before(self, tasks: Sequence[Step], first: int, second: int) -> bool:
+    def before(self, tasks: Sequence[ProofTask], first: int, second: int) -> bool:
         """Whether the task at position `first` happens before the one at `second`."""
         return self.reached((tasks[first].out_counter,), self.wait_class[second])
 

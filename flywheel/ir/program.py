@@ -8,7 +8,7 @@ from typing import Any
 
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import BufferKind
-from flywheel.ir.layers import Layered
+from flywheel.ir.layers import LayeredTable
 from flywheel.ir.records import Buffer, Counter, PageAllocation, Task
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.version import ABI_VERSION, IR_VERSION
@@ -34,7 +34,7 @@ class MegakernelProgram:
 
     def total_weight_bytes(self) -> int:
         """Bytes of all WEIGHT buffers, even where a step reads only a part of one."""
-        if isinstance(self.buffers, Layered):
+        if isinstance(self.buffers, LayeredTable):
             return sum(self.buffers.column(_weight_bytes))
         return sum(map(_weight_bytes, self.buffers))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from flywheel.ir.dtype import READONLY_KINDS
-from flywheel.ir.layers import Layered, Layers
+from flywheel.ir.layers import LayeredTable, Layers
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer
 from flywheel.ir.runs import Run, Runs
@@ -22,7 +22,7 @@ def layers_of(program: MegakernelProgram) -> Layers | None:
     layers = getattr(tasks, "layers", None) if type(tasks) is Runs else None  # `__new__` alone leaves it unset
     if layers is None:
         return None
-    shared = all(type(table) is Layered and getattr(table, "layers", None) == layers for table in tables)
+    shared = all(type(table) is LayeredTable and getattr(table, "layers", None) == layers for table in tables)
     return layers if shared else None
 
 
@@ -33,14 +33,14 @@ def local_layers(program: MegakernelProgram) -> Layers | None:
     buffers that nothing writes.
     """
     layers, tasks, buffers = layers_of(program), program.tasks, program.buffers
-    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, Layered):
+    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, LayeredTable):
         return None
     if tasks.local is None or tasks.local[0] is not buffers:
         tasks.local = buffers, _are_local(tasks.spelled, buffers, layers)
     return layers if tasks.local[1] else None
 
 
-def _are_local(runs: Sequence[Run], buffers: Layered[Buffer], layers: Layers) -> bool:
+def _are_local(runs: Sequence[Run], buffers: LayeredTable[Buffer], layers: Layers) -> bool:
     kept = {buffer.id for buffer in buffers.spelled[: layers.buffers.least] if buffer.kind in READONLY_KINDS}
     span, own, signals = layers.runs, layers.buffers, layers.counters
     none = set[int]()
@@ -57,7 +57,7 @@ def _are_local(runs: Sequence[Run], buffers: Layered[Buffer], layers: Layers) ->
     return all(_look_alike(run, buffers, kept) for run in parts[1])
 
 
-def _look_alike(run: Run, buffers: Layered[Buffer], kept: set[int]) -> bool:
+def _look_alike(run: Run, buffers: LayeredTable[Buffer], kept: set[int]) -> bool:
     """Whether the buffers that a run of the template reads look the same in every layer as in the first."""
     span, table = buffers.span, buffers.spelled
     before = [number for number in run.inputs if span.least <= number < span.start and number not in kept]
@@ -88,8 +88,8 @@ def repeated(program: MegakernelProgram, times: int) -> MegakernelProgram:
         return program
     tasks, buffers, counters = program.tasks, program.buffers, program.counters
     assert isinstance(tasks, Runs)
-    assert isinstance(buffers, Layered)
-    assert isinstance(counters, Layered)
+    assert isinstance(buffers, LayeredTable)
+    assert isinstance(counters, LayeredTable)
     runs = tasks.spelled if times == 1 else tasks.repeated(times)
     return replace(
         program,
@@ -105,8 +105,8 @@ def spelled_out(program: MegakernelProgram) -> MegakernelProgram:
     tasks, buffers, counters = program.tasks, program.buffers, program.counters
     return replace(
         program,
-        buffers=tuple(buffers) if _has_layers(buffers, Layered) else buffers,
-        counters=tuple(counters) if _has_layers(counters, Layered) else counters,
+        buffers=tuple(buffers) if _has_layers(buffers, LayeredTable) else buffers,
+        counters=tuple(counters) if _has_layers(counters, LayeredTable) else counters,
         tasks=Runs(tasks.runs, tasks.sms) if _has_layers(tasks, Runs) else tasks,  # type: ignore[attr-defined]
     )
 

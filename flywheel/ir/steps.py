@@ -8,7 +8,7 @@ from typing import Protocol
 from flywheel.ir.records import Wait
 
 
-class Step(Protocol):
+class ProofTask(Protocol):
     """A task of a flywheel program, or of another runtime with monotone counters and serial queues.
 
     When it completes it adds 1 to `out_counter`. Steps with equal waits may share the sequence, which is then checked

@@ -8,7 +8,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
-from flywheel.ir.layers import Layered, Layers, Span, index_of, moved
+from flywheel.ir.layers import LayeredTable, Layers, Span, index_of, moved
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import plan_fusion
@@ -61,8 +61,8 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
             **({} if graph.weights is None else {"weights": graph.weights}),
         },
         target=target,
-        buffers=tuple(tables.buffers) if layers is None else Layered(tables.buffers, layers),
-        counters=tuple(tables.counters) if layers is None else Layered(tables.counters, layers),
+        buffers=tuple(tables.buffers) if layers is None else LayeredTable(tables.buffers, layers),
+        counters=tuple(tables.counters) if layers is None else LayeredTable(tables.counters, layers),
         tasks=tasks,
         pages=allocate_pages(tables.buffers, tasks, config.page_allocation),
         config=config,

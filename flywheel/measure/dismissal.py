@@ -15,7 +15,7 @@ HOPELESS: Final = 3.0
 """Sampling ends if a program's first sample takes this many times its rival's."""
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class DismissalRule:
     """A rule that applies after some samples: a program is dismissed if at least `behind` of its samples each exceed
     the rival's sample beside them by more than `margin`, a fraction of the rival's median."""
 
@@ -25,12 +25,12 @@ class Stage:
 
 STAGES: Final = MappingProxyType(
     {
-        1: Stage(1, HOPELESS - 1.0),
-        5: Stage(5, 0.01),
-        8: Stage(8, 0.004),
-        12: Stage(11, 0.003),
-        16: Stage(15, 0.0025),
-        20: Stage(18, 0.002),
+        1: DismissalRule(1, HOPELESS - 1.0),
+        5: DismissalRule(5, 0.01),
+        8: DismissalRule(8, 0.004),
+        12: DismissalRule(11, 0.003),
+        16: DismissalRule(15, 0.0025),
+        20: DismissalRule(18, 0.002),
     }
 )
 """The stages at which a program can be dismissed, by samples so far.

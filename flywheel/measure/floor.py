@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from flywheel.ir.alone import alone
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.latest import once
-from flywheel.ir.layers import Layered, Layers
+from flywheel.ir.layers import LayeredTable, Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Arg, Input, recipe_steps
@@ -30,7 +30,7 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     if program.ranks > 1:
         return max(weight_bytes_read(alone(program, rank)) for rank in range(program.ranks))
     tasks, buffers, layers = program.tasks, program.buffers, local_layers(program)
-    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, Layered):
+    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, LayeredTable):
         table = {buffer.id: buffer for buffer in buffers}
         whole, gathered = _weights_read(_readers(tasks, table), table)
         return sum(whole.values()) + gathered

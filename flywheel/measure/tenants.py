@@ -59,7 +59,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class GpuPresence:
     """What the driver tells about a GPU at a moment; None for what it does not tell.
 
     `others` are the processes beside this one's family that may compute there, and `strangers` how many of them do. In
@@ -85,7 +85,7 @@ def named(tenants: Sequence[Tenant]) -> str:
     return ", ".join([*map(str, largest[:_SHOWN]), *more])
 
 
-def held_by(presence: Presence) -> str:
+def held_by(presence: GpuPresence) -> str:
     """Who holds a GPU's memory beside this process, for the end of a line; empty if nobody does."""
     if presence.others:
         return f"; {'on it are' if presence.mixed else 'others hold the rest:'} {named(presence.others)}"
@@ -94,7 +94,7 @@ def held_by(presence: Presence) -> str:
     return ""
 
 
-def disturbance(presence: Presence, idle_s: float) -> str | None:
+def disturbance(presence: GpuPresence, idle_s: float) -> str | None:
     """What keeps a GPU from being quiet, if this process has left it idle for `idle_s`; None if nothing is known to.
 
     Processes that hold memory and compute nothing disturb nobody. Where the driver does not say which compute, the
@@ -125,7 +125,7 @@ def is_shifted(median_us: float, before_us: float) -> bool:
     return abs(median_us - before_us) > SHIFT * before_us
 
 
-def together(presences: Sequence[Presence]) -> Presence:
+def together(presences: Sequence[GpuPresence]) -> GpuPresence:
     """The presence on several GPUs that work together: whoever is on any of them."""
     first, *more = presences
     for each in more:
@@ -198,7 +198,7 @@ class Attendant:
 
     def __init__(
         self,
-        read: Callable[[], Presence],
+        read: Callable[[], GpuPresence],
         say: Callable[[str], None],
         pause: Callable[[float], bool],
         clock: Callable[[], float],
@@ -242,7 +242,7 @@ class Attendant:
             watching.join()
         return beside(contest, max(*seen, self._look().strangers or 0), len(self._idle))
 
-    def _look(self) -> Presence:
+    def _look(self) -> GpuPresence:
         """Who is there, without those of whom the idle GPU has shown that they compute nothing."""
         presence = self._read()
         others = presence.others or ()

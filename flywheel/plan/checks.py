@@ -17,10 +17,10 @@ from flywheel.plan.step import (
     ABSENT,
     MAX_STEPS,
     RESULT_REF,
-    Coded,
     Form,
-    Operand,
-    Step,
+    MatrixCoding,
+    PlannedStep,
+    StepOperand,
     adds_columns,
     copied_rows,
     is_push,
@@ -87,13 +87,13 @@ def float_type(buffers: Iterable[Buffer], scales: frozenset[int] = frozenset()) 
     return next(iter(first), DType.F32)
 
 
-def check_count(steps: Sequence[Step]) -> None:
+def check_count(steps: Sequence[PlannedStep]) -> None:
     """Check that a task slot holds the steps."""
     if len(steps) > MAX_STEPS:
         raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
 
 
-def check_steps(steps: Sequence[Step], form: Form, dtype: DType, vector_warps: int, ranked: bool) -> None:
+def check_steps(steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_warps: int, ranked: bool) -> None:
     """Check that every step has a kernel for its operands, in a block of so many vector warps; `ranked` kernels are for
     several GPUs."""
     for index, step in enumerate(steps):
@@ -139,7 +139,7 @@ def check_arrivals(
 _OF_PEERS: Final = (_K.ALLREDUCE_SHARD, _K.SAMPLE_ARGMAX, _K.COPY)
 
 
-def _check_types(step: Step, args: Sequence[Operand], form: Form, dtype: DType) -> None:
+def _check_types(step: PlannedStep, args: Sequence[StepOperand], form: Form, dtype: DType) -> None:
     floats = (DType.F32, dtype) if dtype is not DType.F32 else (dtype,)
     stored = step.result.dtype if step.out == ABSENT else form.outputs[step.out].dtype
     if step.op is _K.COPY and len({args[0].dtype, step.result.dtype, stored}) == 1 and stored is not DType.I4:
@@ -162,13 +162,13 @@ def _expect(found: DType, wanted: Sequence[DType], what: str) -> None:
         raise InvalidProgramError(f"{what} is {found.name}, not {' or '.join(each.name for each in wanted)}")
 
 
-def _check_sizes(operands: Iterable[Operand]) -> None:
+def _check_sizes(operands: Iterable[StepOperand]) -> None:
     for operand in operands:
         if operand.numel >= 2**31:
             raise InvalidProgramError(f"an operand of {operand.numel} elements; the kernel counts to 2^31 - 1")
 
 
-def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
+def _check_rows(step: PlannedStep, args: Sequence[StepOperand], form: Form) -> None:
     """Check that only products, with the operations merged into them, have columns of several rows."""
     if step.op is _K.COPY and names_columns(step, form) and copied_rows(step) > 1:
         raise InvalidProgramError(f"a COPY of columns of {copied_rows(step)} rows that no product adds has no kernel")
@@ -182,7 +182,7 @@ def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
         )
 
 
-def _check_sum(step: Step, args: Sequence[Operand], form: Form) -> None:
+def _check_sum(step: PlannedStep, args: Sequence[StepOperand], form: Form) -> None:
     """Check that partial sums are in global memory, as columns of the task or whole buffers."""
     if step.out != 0 or any(ref >= RESULT_REF for ref in step.args):
         raise InvalidProgramError("ALLREDUCE_SHARD has no kernel for a summand or a sum in scratch")
@@ -190,7 +190,7 @@ def _check_sum(step: Step, args: Sequence[Operand], form: Form) -> None:
         raise InvalidProgramError("ALLREDUCE_SHARD adds summands of other sizes than the sum")
 
 
-def _check_matrix(step: Step, args: Sequence[Operand], form: Form, dtype: DType) -> None:
+def _check_matrix(step: PlannedStep, args: Sequence[StepOperand], form: Form, dtype: DType) -> None:
     x, weight, depth = args[0], args[1], step.params["K"]
     if step.args[1] >= RESULT_REF or weight.kind not in _WEIGHT_KINDS:
         raise InvalidProgramError("the matrix is not a WEIGHT or CONST buffer")
@@ -207,7 +207,7 @@ def _check_matrix(step: Step, args: Sequence[Operand], form: Form, dtype: DType)
         raise InvalidProgramError(f"{x.numel // depth} rows of x, more than {ABI_MAX_ROWS}")
 
 
-def _check_coded(coded: Coded, form: Form, dtype: DType) -> None:
+def _check_coded(coded: MatrixCoding, form: Form, dtype: DType) -> None:
     if dtype is DType.F32:
         raise InvalidProgramError("a product of a quantised matrix and an F32 vector has no kernel")
     for ref, name in ((coded.scales, "scales"), (coded.zeros, "zero points")):
@@ -215,7 +215,7 @@ def _check_coded(coded: Coded, form: Form, dtype: DType) -> None:
             raise InvalidProgramError(f"the {name} of the matrix are no WEIGHT or CONST buffer")
 
 
-def _check_attention(step: Step, vector_warps: int) -> None:
+def _check_attention(step: PlannedStep, vector_warps: int) -> None:
     head_dim = step.params["head_dim"]
     if head_dim > MAX_HEAD_DIM:
         raise InvalidProgramError(f"head_dim={head_dim} is above {MAX_HEAD_DIM}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind, KvRows
-from flywheel.plan.step import RESULT_REF, Form, Step, inherited, look
+from flywheel.plan.step import RESULT_REF, Form, PlannedStep, inherited, look
 from flywheel.plan.turning import HEAD_DIMS, find_norm, is_turn, turns_queries
 
 _K = InstructionKind
@@ -37,7 +37,7 @@ class NewRow:
     query_norm: int | None = None
 
 
-def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> NewRow | None:
+def find_new_row(steps: Sequence[PlannedStep], form: Form, dtype: DType, views: AbstractSet[int]) -> NewRow | None:
     """The new row that the steps end with; None if they do not. `views` are steps that do not run, and `dtype` is the
     program's."""
     run = [place for place in range(len(steps)) if place not in views][-len(_OPS) :]
@@ -55,7 +55,7 @@ def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: Abstrac
     return row if _attends(row, steps, form) and _fits(row, steps, form, dtype, views) else None
 
 
-def _attends(row: NewRow, steps: Sequence[Step], form: Form) -> bool:
+def _attends(row: NewRow, steps: Sequence[PlannedStep], form: Form) -> bool:
     """Whether the attention reads the caches that the appends write, with the turned queries.
 
     If `row.alone`, the attention must read that row only.
@@ -72,7 +72,7 @@ def _attends(row: NewRow, steps: Sequence[Step], form: Form) -> bool:
     )
 
 
-def _writes(append: Step, cache: int, form: Form) -> bool:
+def _writes(append: PlannedStep, cache: int, form: Form) -> bool:
     """Whether a KV_APPEND writes the cache that is this operand of the attention."""
     return (
         cache < RESULT_REF
@@ -81,7 +81,7 @@ def _writes(append: Step, cache: int, form: Form) -> bool:
     )
 
 
-def _fits(row: NewRow, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> bool:
+def _fits(row: NewRow, steps: Sequence[PlannedStep], form: Form, dtype: DType, views: AbstractSet[int]) -> bool:
     """Whether the kernel takes the operands: heads of one size, in the program's float type."""
     attention, appends = steps[row.attention], (steps[row.key], steps[row.value])
     head_dim: int = attention.params["head_dim"]
@@ -95,7 +95,7 @@ def _fits(row: NewRow, steps: Sequence[Step], form: Form, dtype: DType, views: A
         even = made not in views or steps[made].params.get("n_off", 1) % 2 == 0
         return early and even and x.numel == numel and x.dtype is dtype
 
-    def is_rope(rope: Step, numel: int) -> bool:
+    def is_rope(rope: PlannedStep, numel: int) -> bool:
         turns = is_turn(rope, numel, head_dim, steps, form, dtype)
         return turns and is_source(rope.args[0], numel) and (not normed or is_source(_made(rope, steps).args[0], numel))
 
@@ -110,6 +110,6 @@ def _fits(row: NewRow, steps: Sequence[Step], form: Form, dtype: DType, views: A
     )
 
 
-def _made(step: Step, steps: Sequence[Step]) -> Step:
+def _made(step: PlannedStep, steps: Sequence[PlannedStep]) -> PlannedStep:
     """The step that makes the first operand of `step`."""
     return steps[step.args[0] - RESULT_REF]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, InstructionKind, MegakernelProgram, Run, Runs, Task
 from flywheel.ir.runs import task_of
 from flywheel.ir.tiles import Stretch, stretches_of
-from flywheel.plan.step import Form, Operand
+from flywheel.plan.step import Form, StepOperand
 
 Ints = npt.NDArray[np.int64]
 
@@ -167,9 +167,9 @@ def _kind(params: Mapping[str, Any]) -> Hashable:
 def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Node], list[Form]]:
     """The nodes of a program whose buffers all exist, and their forms, in order of first use."""
     rows = {buffer.id: row for row, buffer in enumerate(program.buffers)}
-    looks: dict[Operand, int] = {}
+    looks: dict[StepOperand, int] = {}
     look_of = [
-        looks.setdefault(Operand(buffer.dtype, tuple(buffer.shape), buffer.kind), len(looks))
+        looks.setdefault(StepOperand(buffer.dtype, tuple(buffer.shape), buffer.kind), len(looks))
         for buffer in program.buffers
     ]
     operands = list(looks)
@@ -201,8 +201,8 @@ def widest_tiles(grouping: Grouping) -> list[int]:
 
 def _form(
     task: Task,
-    inputs: Sequence[Operand],
-    outputs: Sequence[Operand],
+    inputs: Sequence[StepOperand],
+    outputs: Sequence[StepOperand],
     written: tuple[int | None, ...],
     widest: int,
 ) -> Form:

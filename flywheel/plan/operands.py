@@ -9,7 +9,7 @@ from enum import Enum, auto
 from flywheel.ir import DType, InstructionKind
 from flywheel.plan.formats import Code
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
-from flywheel.plan.step import RESULT_REF, Form, Step, look, x_rows
+from flywheel.plan.step import RESULT_REF, Form, PlannedStep, look, x_rows
 
 
 class Held(Enum):
@@ -41,7 +41,7 @@ class Staging:
     held: Held
 
 
-def stagings_of(steps: Sequence[Step], form: Form) -> tuple[Staging, ...]:
+def stagings_of(steps: Sequence[PlannedStep], form: Form) -> tuple[Staging, ...]:
     """The stagings of a task: each run of matrix steps with one operand stages it once.
 
     In a task with an attention, every matrix step stages anew, so that no matrix warp runs ahead into the attention.
@@ -55,7 +55,7 @@ def stagings_of(steps: Sequence[Step], form: Form) -> tuple[Staging, ...]:
     return tuple(stagings)
 
 
-def _runs(steps: Sequence[Step], form: Form) -> list[tuple[int, ...]]:
+def _runs(steps: Sequence[PlannedStep], form: Form) -> list[tuple[int, ...]]:
     """Runs of matrix steps; each multiplies one staged operand."""
     reuse = not any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     runs: list[tuple[int, ...]] = []
@@ -74,7 +74,7 @@ def _runs(steps: Sequence[Step], form: Form) -> list[tuple[int, ...]]:
 
 
 def _staging(
-    steps: Sequence[Step], form: Form, members: tuple[int, ...], free_from: int, until: int | None
+    steps: Sequence[PlannedStep], form: Form, members: tuple[int, ...], free_from: int, until: int | None
 ) -> Staging:
     """The staging of a run. The area is free from step `free_from` on, and must be free again at step `until` (None:
     the end).
@@ -105,7 +105,7 @@ def _staging(
     return Staging(x, members, nbytes, made if in_place else members[0], end, in_place, later, held)
 
 
-def _held(step: Step, steps: Sequence[Step], form: Form) -> Held:
+def _held(step: PlannedStep, steps: Sequence[PlannedStep], form: Form) -> Held:
     """How a matrix step takes its operand."""
     if step.coded is None or x_rows(step, steps, form) != 1:
         return Held.ELEMENTS
@@ -115,14 +115,14 @@ def _held(step: Step, steps: Sequence[Step], form: Form) -> Held:
     return Held.HALVES if halves else Held.ELEMENTS
 
 
-def _multiplied_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
+def _multiplied_alone(steps: Sequence[PlannedStep], made: int, members: Sequence[int]) -> bool:
     """Whether only the matrix steps `members` read the result of step `made`, as their operand."""
     x = RESULT_REF + made
     readers = {index for index, step in enumerate(steps) if x in step.reads}
     return readers == set(members) and all(x not in steps[index].reads[1:] for index in members)
 
 
-def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
+def _norms_alone(steps: Sequence[PlannedStep], made: int, members: Sequence[int]) -> bool:
     """Whether a norm makes rows that only the matrix steps `members` read, so that the rows may have the products'
     stride."""
     norm = steps[made]
@@ -130,7 +130,7 @@ def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bo
     return norm.op is InstructionKind.RMSNORM and same and _multiplied_alone(steps, made, members)
 
 
-def last_uses(steps: Sequence[Step]) -> list[int]:
+def last_uses(steps: Sequence[PlannedStep]) -> list[int]:
     """The last step that reads each step's result; the step itself where none does."""
     last = list(range(len(steps)))
     for index, step in enumerate(steps):

@@ -12,7 +12,7 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram, Runs
 from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of
 from flywheel.plan.nodes import Grouping, group_tasks
-from flywheel.plan.ranks import Part, parts_of
+from flywheel.plan.ranks import RankPart, parts_of
 from flywheel.plan.variant import KernelVariant, variant_of
 
 
@@ -30,7 +30,7 @@ class Plan:
     hand_offs: HandOffs
     order: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
-    part: Part | None = None
+    part: RankPart | None = None
     """The part of one GPU of several; None where one GPU runs the program alone."""
 
     @property
@@ -69,7 +69,7 @@ def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
     return tuple(map(_rank_plan, parts_of(program)))
 
 
-def _rank_plan(part: Part) -> Plan:
+def _rank_plan(part: RankPart) -> Plan:
     plan = _planned(part.program, part.arrived.union(part.away))
     rows = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.arrived}
     away = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.away}

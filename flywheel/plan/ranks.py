@@ -28,7 +28,7 @@ _Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class RankPart:
     """What one GPU of several runs, as a program of its own. Its tasks have the ids that they have in the program of
     all.
 
@@ -50,7 +50,7 @@ class Part:
     arrived: frozenset[int]
 
 
-def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
+def parts_of(program: MegakernelProgram) -> tuple[RankPart, ...]:
     """The parts of a program of several ranks that `validate(strict=True)` accepts, by rank.
 
     Raises InvalidProgramError for three kinds of programs. One exchanges integers. One copies into a buffer that other
@@ -122,7 +122,7 @@ def _check_signal(run: Run, first: int, buffers: Mapping[int, Buffer]) -> None:
 def _part(
     program: MegakernelProgram, rank: int, tasks: NumberedRuns, buffers: Mapping[int, Buffer], pushed: Set[int],
     read: TileReader,
-) -> Part:  # fmt: skip
+) -> RankPart:  # fmt: skip
     images: dict[int, dict[int, int]] = {}
     for run in tasks.runs:
         for number in run.outputs:
@@ -146,7 +146,7 @@ def _part(
         ranks=1,
     )
     arrived = frozenset(number for number in pushed if buffers[number].rank == rank)
-    return Part(part, rank, program.ranks, images, peers[keeps], pushes[keeps], away, arrived)
+    return RankPart(part, rank, program.ranks, images, peers[keeps], pushes[keeps], away, arrived)
 
 
 def _moved(buffer: Buffer, kind: BufferKind) -> Buffer:

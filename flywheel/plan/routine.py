@@ -9,7 +9,7 @@ from flywheel.ir import INHERITED_PARAMS, DType, InstructionKind
 from flywheel.plan.new_row import NewRow, find_new_row
 from flywheel.plan.operands import Staging, stagings_of
 from flywheel.plan.slicing import in_slices
-from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, inherited, look, names_columns
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, inherited, look, names_columns
 from flywheel.plan.turning import Turn, find_turn
 
 _K = InstructionKind
@@ -39,7 +39,7 @@ class Routine:
     """
 
     form: Form
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedStep, ...]
     stagings: tuple[Staging, ...]
     views: frozenset[int]
     new_row: NewRow | None
@@ -67,7 +67,7 @@ class Routine:
         return next(staging for staging in self.stagings if step in staging.steps)
 
 
-def make_routine(whole: Sequence[Step], form: Form, dtype: DType, x_slices: int, staged_bytes: int) -> Routine:
+def make_routine(whole: Sequence[PlannedStep], form: Form, dtype: DType, x_slices: int, staged_bytes: int) -> Routine:
     """The routine of a form with the steps `whole` (from `steps_of`), in a program of `dtype` floats.
 
     Inputs may be multiplied in `x_slices` slices, and the staging area has `staged_bytes`. Raises InvalidProgramError
@@ -88,7 +88,7 @@ def make_routine(whole: Sequence[Step], form: Form, dtype: DType, x_slices: int,
     )
 
 
-def _is_view(step: Step, form: Form) -> bool:
+def _is_view(step: PlannedStep, form: Form) -> bool:
     """Whether a step is a COPY that only selects columns of an input, which the task does not write."""
     if not names_columns(step, form) or step.out != ABSENT or step.args[0] >= RESULT_REF:
         return False
@@ -97,7 +97,7 @@ def _is_view(step: Step, form: Form) -> bool:
 
 
 def _shared_operands(
-    steps: Sequence[Step], form: Form, stagings: Sequence[Staging]
+    steps: Sequence[PlannedStep], form: Form, stagings: Sequence[Staging]
 ) -> tuple[StagedValue | None, StagedValue | None]:
     """(operand that an earlier task may have staged, operand that a later task finds staged)."""
     if len(stagings) != 1 or any(step.op is _K.ATTENTION_TILE for step in steps):
@@ -115,7 +115,7 @@ def _shared_operands(
     return (value if _is_for_operand_alone(steps, staging.ref, first) else None), value
 
 
-def _is_for_operand_alone(steps: Sequence[Step], x: int, first: int) -> bool:
+def _is_for_operand_alone(steps: Sequence[PlannedStep], x: int, first: int) -> bool:
     """Whether the steps before matrix step `first` serve only to make its operand."""
     if any(step.out != ABSENT for step in steps[:first]):
         return False
@@ -126,7 +126,7 @@ def _is_for_operand_alone(steps: Sequence[Step], x: int, first: int) -> bool:
     return True
 
 
-def _formula(ref: int, steps: Sequence[Step], form: Form, inputs: list[int]) -> Hashable | None:
+def _formula(ref: int, steps: Sequence[PlannedStep], form: Form, inputs: list[int]) -> Hashable | None:
     """The formula of a ref over `inputs`, to which inputs are added. None where it depends on the task's params or on
     weights."""
     if ref < RESULT_REF:
@@ -144,7 +144,7 @@ def _formula(ref: int, steps: Sequence[Step], form: Form, inputs: list[int]) -> 
     return step.op, args, tuple(sorted(step.params.items())), step.result.dtype, step.result.shape
 
 
-def _takes(step: Step) -> frozenset[str]:
+def _takes(step: PlannedStep) -> frozenset[str]:
     """The task's params that the step's op may use."""
     if step.op is _K.COPY:
         return frozenset({"n_off", "N_tile"})

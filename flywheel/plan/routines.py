@@ -30,10 +30,10 @@ from flywheel.plan.kernels import arch_name
 from flywheel.plan.nodes import Grouping, Node, group_tasks, make_nodes
 from flywheel.plan.placing import Placement, place_values
 from flywheel.plan.program import Plan, make_plan, queues_of, rank_plans
-from flywheel.plan.ranks import Part
+from flywheel.plan.ranks import RankPart
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.staging import FRAGMENT_ROWS, PARTIALS_BYTES
-from flywheel.plan.step import ABSENT, Coded, Form, steps_of, x_rows
+from flywheel.plan.step import ABSENT, Form, MatrixCoding, steps_of, x_rows
 from flywheel.plan.variant import KernelVariant, variant_of
 
 _BRIEF: Final = 2
@@ -54,7 +54,7 @@ class Routines:
     by_form: Sequence[Routine]
     placements: Sequence[Placement]
     pass_blocks: int
-    coded: Mapping[int, Coded]
+    coded: Mapping[int, MatrixCoding]
     lanes: int
     position_rows: npt.NDArray[np.int32]
 
@@ -104,7 +104,7 @@ def routines_of(plan: Plan) -> Routines:
 
 
 def _routines(
-    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, part: Part | None,
+    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, part: RankPart | None,
     make: _Make,
 ) -> Routines:  # fmt: skip
     buffers = program.buffers
@@ -131,7 +131,9 @@ def _by_form(
     for number, form in enumerate(forms):
         try:
             routine, placed = make(
-                _Asked(form, _key(form), dtype, variant.vector_warps, variant.ranked, variant.staged_bytes, x_slices)
+                _RoutineKey(
+                    form, _key(form), dtype, variant.vector_warps, variant.ranked, variant.staged_bytes, x_slices
+                )
             )
         except InvalidProgramError as error:
             task = firsts[number]
@@ -142,7 +144,7 @@ def _by_form(
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RoutineKey:
     """All that a form's routine depends on. Forms of equal `key` are equal; a form itself cannot be hashed."""
 
     form: Form = field(compare=False)
@@ -159,10 +161,10 @@ def _key(form: Form) -> Hashable:
     return form.op, form.recipe, own, form.given, form.kv_rows, form.inputs, form.outputs, form.written, form.widest
 
 
-_Make = Callable[[_Asked], tuple[Routine, Placement]]
+_Make = Callable[[_RoutineKey], tuple[Routine, Placement]]
 
 
-def _made(asked: _Asked) -> tuple[Routine, Placement]:
+def _made(asked: _RoutineKey) -> tuple[Routine, Placement]:
     """The routine of a form and the places of its values. Raises InvalidProgramError."""
     form, dtype = asked.form, asked.dtype
     steps = steps_of(form)
@@ -189,13 +191,15 @@ def _pass_blocks(routines: Sequence[Routine], variant: KernelVariant) -> int:
     return blocks
 
 
-def _coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
+def _coded_rows(
+    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]
+) -> dict[int, MatrixCoding]:
     """Row of a quantised matrix's buffer -> its format. `scales` and `zeros` are buffer rows, too.
 
     Raises InvalidProgramError, which names the task, if two tasks scale one matrix in different ways, or a task uses
     another matrix's scales.
     """
-    found: dict[int, Coded] = {}
+    found: dict[int, MatrixCoding] = {}
     scaled: dict[int, int] = {}
     steps = [[step for step in routine.steps if step.coded is not None] for routine in routines]
     for node in nodes:
@@ -222,7 +226,7 @@ def _coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Seq
 
 
 def _check_loose(
-    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, Coded]
+    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, MatrixCoding]
 ) -> None:
     """Raises InvalidProgramError, which names the task, if a task reads a product's weights in row-major order."""
     weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from flywheel.ir import PARAM_FIELDS, Buffer, MegakernelProgram, Run, Runs, Stretch, Tile
-from flywheel.ir.layers import Layered, Layers, Span, split_at_index
+from flywheel.ir.layers import LayeredTable, Layers, Span, split_at_index
 from flywheel.ir.recipe import Recipe, recipe_digest
 from flywheel.ir.repeating import layers_of, local_layers
 from flywheel.ir.tiles import stretches_of
@@ -34,7 +34,7 @@ _ESCAPED: Final = "backslashreplace"
 def lines_of_buffers(program: MegakernelProgram) -> bytes:
     """A line for each buffer, with its line end."""
     layers = layers_of(program)
-    if layers is None or not isinstance(program.buffers, Layered):
+    if layers is None or not isinstance(program.buffers, LayeredTable):
         return _plain_lines(program.buffers).encode("utf-8", _ESCAPED)
     span, buffers = layers.buffers, program.buffers.spelled
     lines = [_plain_lines(buffers[: span.start])]

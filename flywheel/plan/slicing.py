@@ -16,10 +16,10 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import InstructionKind
 from flywheel.plan.formats import UNIT_K
 from flywheel.plan.staging import MIN_STAGED_BYTES, SLICE_K, Slices, slices_of
-from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep
 
 
-def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1, staged_bytes: int = 0) -> list[Step]:
+def in_slices(steps: Sequence[PlannedStep], form: Form, x_slices: int = 1, staged_bytes: int = 0) -> list[PlannedStep]:
     """The steps, with each product's slices of K. `x_slices` and `staged_bytes` are the variant's. Raises
     InvalidProgramError.
 
@@ -38,7 +38,7 @@ def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1, staged_bytes
     ]
 
 
-def _slices(step: Step, form: Form, x_slices: int, area: int) -> Slices | None:
+def _slices(step: PlannedStep, form: Form, x_slices: int, area: int) -> Slices | None:
     """The slices of a matrix step of an input; None for all of K at once."""
     x, depth = step.args[0], int(step.params["K"])
     value, written = form.inputs[x], form.written[x] is not None

@@ -98,7 +98,7 @@ def _most_staged(rows: int) -> int:
     return MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
 
 
-class Operand(NamedTuple):
+class StagedOperand(NamedTuple):
     """The operand [rows, depth] of a matrix task: `made` by the task's own steps, or an input.
 
     `coding` is the format of a quantised matrix. It is None for other matrices, and where there is no kernel for the
@@ -117,10 +117,10 @@ class Operand(NamedTuple):
         return operand_bytes(self.dtype, self.rows, self.depth, self.made, self.coding is not None)
 
 
-def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> frozenset[Operand]:
+def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> frozenset[StagedOperand]:
     """The operands of matrix tasks, in their weights' types; in their own types if the weights are quantised."""
     known = {buffer.id: buffer for buffer in buffers}
-    found: set[Operand] = set()
+    found: set[StagedOperand] = set()
     before: tuple[object, object, object] = (None, None, None)
     for task in tasks:
         params = task.params
@@ -134,21 +134,21 @@ def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> froze
             dtype = product.dtype or known[task.inputs[product.x if product.weight is None else product.weight]].dtype
             numel = product.numel if product.numel is not None else known[task.inputs[product.x]].numel
             coding = _find_coding(product, [known[number] for number in task.inputs])
-            found.add(Operand(dtype, max(1, numel // depth), depth, made, coding))
+            found.add(StagedOperand(dtype, max(1, numel // depth), depth, made, coding))
     return frozenset(found)
 
 
-def codings_of(operands: Collection[Operand]) -> tuple[Coding, ...]:
+def codings_of(operands: Collection[StagedOperand]) -> tuple[Coding, ...]:
     """The formats of the quantised matrices that multiply these operands."""
     return tuple(sorted({operand.coding for operand in operands if operand.coding is not None}))
 
 
-def staged_bytes(operands: Collection[Operand]) -> int:
+def staged_bytes(operands: Collection[StagedOperand]) -> int:
     """Bytes of the largest operand that a program keeps in shared memory, at least MIN_STAGED_BYTES."""
     return max(MIN_STAGED_BYTES, *[operand.nbytes for operand in operands], 0)
 
 
-def rows_of(operands: Collection[Operand]) -> int:
+def rows_of(operands: Collection[StagedOperand]) -> int:
     """The number of rows of all multiplied operands; 0 if they differ or there are none."""
     found = {operand.rows for operand in operands}
     return found.pop() if len(found) == 1 else 0

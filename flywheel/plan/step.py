@@ -42,7 +42,7 @@ class Epilogue(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class StepOperand:
     """Type, shape and kind of an operand or a result. Scratch has no kind."""
 
     dtype: DType
@@ -78,8 +78,8 @@ class Form:
     own: Mapping[str, Any]
     given: frozenset[str]
     kv_rows: int | None
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
+    inputs: tuple[StepOperand, ...]
+    outputs: tuple[StepOperand, ...]
     written: tuple[int | None, ...]
     widest: int
     """Columns of the widest tile; 0 where tiles name none."""
@@ -97,7 +97,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class MatrixCoding:
     """How the matrix of a product is quantised: its format, and the inputs that are its scales and zero points."""
 
     coding: Coding
@@ -108,7 +108,7 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """One primitive operation. `params` are its own. `out` is an output of the task, or ABSENT for scratch.
 
     `result` is its result, in the dtype that it rounds to first. `slices` is how a product divides K; None for all at
@@ -119,11 +119,11 @@ class Step:
     args: tuple[int, ...]
     params: Mapping[str, Any]
     out: int
-    result: Operand
+    result: StepOperand
     epilogue: Epilogue = Epilogue.NONE
     other: int = ABSENT
     slices: Slices | None = None
-    coded: Coded | None = None
+    coded: MatrixCoding | None = None
 
     @property
     def depth(self) -> int:
@@ -151,34 +151,34 @@ class Step:
         return self.args if self.other == ABSENT else (*self.args, self.other)
 
 
-def steps_of(form: Form) -> list[Step]:
+def steps_of(form: Form) -> list[PlannedStep]:
     """The steps of a task. Operations that one kernel does together are one step."""
     if form.op is _K.NOP:
         return []
     if form.recipe is None:
         result = replace(form.outputs[0], kind=None)
-        return [Step(form.op, tuple(range(len(form.inputs))), form.own, 0, result)]
+        return [PlannedStep(form.op, tuple(range(len(form.inputs))), form.own, 0, result)]
     return _renumbered(_fused(_recipe_steps(form.recipe, form), form))
 
 
-def _recipe_steps(recipe: Recipe, form: Form) -> dict[int, Step]:
+def _recipe_steps(recipe: Recipe, form: Form) -> dict[int, PlannedStep]:
     """The steps by their place in the recipe. Refs count these places from RESULT_REF."""
     made: dict[Target, int] = {}
-    steps: dict[int, Step] = {}
+    steps: dict[int, PlannedStep] = {}
     for index, each in enumerate(recipe.steps):
         args = tuple(made[arg] if isinstance(arg, Scratch) else arg.number for arg in each.args)
-        result, place = Operand(each.dtype, each.shape), ABSENT
+        result, place = StepOperand(each.dtype, each.shape), ABSENT
         if isinstance(each.out, Scratch):
             made[each.out] = RESULT_REF + index
         else:
             place = each.out.number
             if each.op is _K.KV_APPEND:  # writes the appended rows only, and rounds once
                 result = replace(form.outputs[place], kind=None)
-        steps[index] = Step(each.op, args, each.params, place, result)
+        steps[index] = PlannedStep(each.op, args, each.params, place, result)
     return steps
 
 
-def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
+def _fused(steps: dict[int, PlannedStep], form: Form) -> dict[int, PlannedStep]:
     """The steps, with each DEQUANT merged into the matrix step that reads it, and additions and SwiGLUs merged into the
     matrix step that makes their operand."""
     _take_codes(steps, form)
@@ -201,7 +201,7 @@ def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
     return steps
 
 
-def _take_codes(steps: dict[int, Step], form: Form) -> None:
+def _take_codes(steps: dict[int, PlannedStep], form: Form) -> None:
     """Turn a product of rows that a DEQUANT makes into a product with the quantised matrix's rows."""
     made = [step.args[1] for step in steps.values() if step.matrix]
     for index, step in list(steps.items()):
@@ -219,7 +219,7 @@ def _take_codes(steps: dict[int, Step], form: Form) -> None:
         coding = coding_of(q.dtype, (scales.dtype, scales.shape), zero, maker.params, depth)
         params = {name: value for name, value in step.params.items() if name not in ("n_off", "N_tile")}
         params |= {name: maker.params[name] for name in ("n_off", "N_tile") if name in maker.params}
-        coded = Coded(
+        coded = MatrixCoding(
             coding, maker.args[1], maker.args[2] if zeros else ABSENT,
             int(maker.params["group"]), int(maker.params.get("rows_per_scale", 1)),
         )  # fmt: skip
@@ -228,7 +228,7 @@ def _take_codes(steps: dict[int, Step], form: Form) -> None:
             del steps[ref - RESULT_REF]
 
 
-def _take_shards(steps: dict[int, Step], form: Form) -> None:
+def _take_shards(steps: dict[int, PlannedStep], form: Form) -> None:
     """Turn a sum of copied columns into a sum of the inputs. The kernel selects the columns itself."""
     for index, step in list(steps.items()):
         if step.op is not _K.ALLREDUCE_SHARD or step.out != 0:
@@ -242,7 +242,7 @@ def _take_shards(steps: dict[int, Step], form: Form) -> None:
             del steps[ref - RESULT_REF]
 
 
-def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int, rows: int = 1) -> int:
+def _copied_columns(steps: Mapping[int, PlannedStep], form: Form, ref: int, rows: int = 1) -> int:
     """The input whose own columns, in `rows` rows, a COPY copies unrounded for one step alone; ABSENT if there is
     none."""
     copied = steps.get(ref - RESULT_REF)
@@ -254,13 +254,13 @@ def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int, rows: int =
     return copied.args[0] if exact and not own and form.written[copied.args[0]] is None else ABSENT
 
 
-def _absorb(steps: dict[int, Step], index: int, product: int, epilogue: Epilogue, other: int) -> None:
+def _absorb(steps: dict[int, PlannedStep], index: int, product: int, epilogue: Epilogue, other: int) -> None:
     """Make step `index` the epilogue of the matrix step that makes `product`. The matrix step moves to its place."""
     last, matrix = steps[index], steps.pop(product - RESULT_REF)
     steps[index] = replace(matrix, out=last.out, epilogue=epilogue, other=other)
 
 
-def _takes(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, product: int) -> bool:
+def _takes(steps: dict[int, PlannedStep], uses: Mapping[int, int], form: Form, step: PlannedStep, product: int) -> bool:
     """Whether a matrix step makes `product` for `step` alone, and rounding it before the sum is stored loses
     nothing."""
     matrix = steps.get(product - RESULT_REF)
@@ -275,7 +275,9 @@ def _takes(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: St
     return step.result.dtype in (DType.F32, form.outputs[step.out].dtype)
 
 
-def _adds(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, product: int, other: int) -> bool:
+def _adds(
+    steps: dict[int, PlannedStep], uses: Mapping[int, int], form: Form, step: PlannedStep, product: int, other: int
+) -> bool:
     """Whether `other` copies the task's own columns of an input, and the matrix step of the same columns and rows can
     add them."""
     copied = steps.get(other - RESULT_REF)
@@ -290,24 +292,26 @@ def _adds(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Ste
     return form.written[copied.args[0]] is None and copied.result.dtype in (source.dtype, DType.F32)
 
 
-def copied_rows(step: Step) -> int:
+def copied_rows(step: PlannedStep) -> int:
     """The number of rows from which a COPY takes columns."""
     return int(step.params.get("M_tile", 1))
 
 
-def _x_rows(matrix: Step, steps: Mapping[int, Step], form: Form) -> int:
+def _x_rows(matrix: PlannedStep, steps: Mapping[int, PlannedStep], form: Form) -> int:
     ref = matrix.args[0]
     x = form.inputs[ref] if ref < RESULT_REF else steps[ref - RESULT_REF].result
     return x.numel // int(matrix.params["K"])
 
 
-def _gates(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, gate: int, product: int) -> bool:
+def _gates(
+    steps: dict[int, PlannedStep], uses: Mapping[int, int], form: Form, step: PlannedStep, gate: int, product: int
+) -> bool:
     """Whether the gate is a scratch value, and the matrix step of the other operand can apply it."""
     made = steps.get(gate - RESULT_REF)
     return made is not None and gate != product and _takes(steps, uses, form, step, product)
 
 
-def _renumbered(steps: dict[int, Step]) -> list[Step]:
+def _renumbered(steps: dict[int, PlannedStep]) -> list[PlannedStep]:
     """The remaining steps in order, with refs renumbered."""
     places = {RESULT_REF + index: RESULT_REF + place for place, index in enumerate(sorted(steps))}
     return [
@@ -320,30 +324,30 @@ def _renumbered(steps: dict[int, Step]) -> list[Step]:
     ]
 
 
-def inherited(step: Step, form: Form, name: str) -> bool:
+def inherited(step: PlannedStep, form: Form, name: str) -> bool:
     """Whether `step` takes param `name` from the task."""
     return name in INHERITED_PARAMS and name in form.given and name not in step.params
 
 
-def adds_columns(step: Step, form: Form) -> bool:
+def adds_columns(step: PlannedStep, form: Form) -> bool:
     """Whether `step` is an ALLREDUCE_SHARD that adds the task's columns of longer inputs."""
     inputs = [form.inputs[ref] for ref in step.args if ref < RESULT_REF]
     return step.op is _K.ALLREDUCE_SHARD and form.columns and len(inputs) == len(step.args)
 
 
-def is_push(steps: Sequence[Step], form: Form) -> bool:
+def is_push(steps: Sequence[PlannedStep], form: Form) -> bool:
     """Whether a task copies its own columns, of one or several rows, and does nothing else."""
     first = steps[0]
     return len(steps) == 1 and names_columns(first, form) and first.out == 0 and copied_rows(first) == form.rows
 
 
-def names_columns(step: Step, form: Form) -> bool:
+def names_columns(step: PlannedStep, form: Form) -> bool:
     """Whether `step` is a COPY of columns."""
     named = all(name in step.params or inherited(step, form, name) for name in ("n_off", "N_tile"))
     return step.op is _K.COPY and named
 
 
-def look(ref: int, steps: Sequence[Step], form: Form) -> Operand:
+def look(ref: int, steps: Sequence[PlannedStep], form: Form) -> StepOperand:
     """The operand that a ref stands for. Raises InvalidProgramError for a scratch result that no earlier step made."""
     if ref < RESULT_REF:
         return form.inputs[ref]
@@ -352,6 +356,6 @@ def look(ref: int, steps: Sequence[Step], form: Form) -> Operand:
     return steps[ref - RESULT_REF].result
 
 
-def x_rows(matrix: Step, steps: Sequence[Step], form: Form) -> int:
+def x_rows(matrix: PlannedStep, steps: Sequence[PlannedStep], form: Form) -> int:
     """Rows of x of a matrix step."""
     return look(matrix.args[0], steps, form).numel // int(matrix.params["K"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind
-from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, look
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, look
 
 _K = InstructionKind
 
@@ -31,7 +31,7 @@ class Turn:
     norm: int | None
 
 
-def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
+def turns_queries(place: int, steps: Sequence[PlannedStep], form: Form, dtype: DType) -> bool:
     """Whether step `place` (not the first) is an attention on tensor cores, and the step before it applies RoPE to its
     queries."""
     step, rope = steps[place], steps[place - 1]
@@ -50,7 +50,7 @@ def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -
 
 
 def find_turn(
-    place: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]
+    place: int, steps: Sequence[PlannedStep], form: Form, dtype: DType, views: AbstractSet[int]
 ) -> Turn | None:
     """The RoPE and norm that step `place` (not the first) computes itself; None if there are none. `views` are steps
     that do not run."""
@@ -59,13 +59,15 @@ def find_turn(
     return Turn(place, place - 1, find_norm(place - 1, steps, form, dtype, views))
 
 
-def is_turn(rope: Step, numel: int, head_dim: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
+def is_turn(
+    rope: PlannedStep, numel: int, head_dim: int, steps: Sequence[PlannedStep], form: Form, dtype: DType
+) -> bool:
     """Whether a ROPE rotates `numel` elements at one position, and its result is scratch of the program's type."""
     alike = rope.params["head_dim"] == head_dim and rope.result.dtype is dtype and rope.result.numel == numel
     return rope.out == ABSENT and alike and look(rope.args[1], steps, form).numel == 1
 
 
-def find_norm(rope: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> int | None:
+def find_norm(rope: int, steps: Sequence[PlannedStep], form: Form, dtype: DType, views: AbstractSet[int]) -> int | None:
     """The RMSNORM of each head before step `rope`, if the ROPE's kernel can do it; else None.
 
     Its input must exist before the task's first step and stay unchanged.

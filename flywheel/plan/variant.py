@@ -9,11 +9,11 @@ from typing import Final
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
 from flywheel.ir.latest import once
-from flywheel.ir.layers import Layered
+from flywheel.ir.layers import LayeredTable
 from flywheel.ir.repeating import layers_of
 from flywheel.ir.runs import uses_by_recipe
 from flywheel.plan.formats import Coding, slot_bytes
-from flywheel.plan.staging import MIN_STAGED_BYTES, Operand, codings_of, operands_of, rows_of, staged_bytes
+from flywheel.plan.staging import MIN_STAGED_BYTES, StagedOperand, codings_of, operands_of, rows_of, staged_bytes
 
 RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
@@ -206,10 +206,10 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     return replace(variant, rows=rows_of(operands))
 
 
-def _operands(program: MegakernelProgram) -> frozenset[Operand]:
+def _operands(program: MegakernelProgram) -> frozenset[StagedOperand]:
     tasks, buffers = program.tasks, program.buffers
     if not isinstance(tasks, Runs):
         return operands_of(tasks, buffers)
-    if layers_of(program) is None or not isinstance(buffers, Layered):
+    if layers_of(program) is None or not isinstance(buffers, LayeredTable):
         return operands_of(uses_by_recipe(tasks.runs), buffers)
     return operands_of(uses_by_recipe(tasks.spelled), buffers.spelled)  # alike layers have alike operands

@@ -35,7 +35,7 @@ class Knobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class TimedSchedule:
     """The best trial's program, timed by the cost model. `predictor` is the model's version."""
 
     program: MegakernelProgram
@@ -64,7 +64,7 @@ class Facts:
     best: TrialRecord | None
     tied: tuple[TrialRecord, ...]
     knobs: Knobs | None
-    schedule: Schedule | None
+    schedule: TimedSchedule | None
     missing: str | None
     gains: Gains | None = None
 
@@ -105,8 +105,8 @@ def _choice(space: Space, record: TrialRecord) -> Choice | None:
     return space.to_choice(config_from_dict(json.loads(record.config)))
 
 
-def _schedule(workload: Workload, best: TrialRecord) -> Schedule | None:
+def _schedule(workload: Workload, best: TrialRecord) -> TimedSchedule | None:
     program = lower(workload.graph, config_from_dict(json.loads(best.config)), workload.target)
     if program_id(program) != best.program_id:
         return None
-    return Schedule(program, tuple(timeline(program)), predict(program), MODEL_VERSION)
+    return TimedSchedule(program, tuple(timeline(program)), predict(program), MODEL_VERSION)

@@ -9,7 +9,7 @@ from typing import Final
 
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import incumbents, trials_of
-from flywheel.report.svg import Axis, dots, element, label, picture, polyline, short, tip
+from flywheel.report.svg import Scale, dots, element, label, picture, polyline, short, tip
 
 WIDTH: Final = 960.0
 MOST_TIMES: Final = 1.1
@@ -26,7 +26,7 @@ Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class HistoryView:
     """The content of a history: (trial, us) of each kind and of the schedules that were known before (`seeds`), the
     rows of the finals, the trials that have no latency (`failed`), and the trials above `limit_us`. The floor is None
     where it is unknown or far below."""
@@ -45,7 +45,7 @@ class Shown:
         return [point for point in (*self.measured, *self.predicted) if point[1] > self.limit_us]
 
 
-def shown(records: Sequence[TrialRecord]) -> Shown | None:
+def shown(records: Sequence[TrialRecord]) -> HistoryView | None:
     """The content of these rows' history; None where no row has a latency."""
     trials = trials_of(records)
     measured = [(r.trial, r.latency_us) for r in trials if r.latency_us is not None]
@@ -60,7 +60,7 @@ def shown(records: Sequence[TrialRecord]) -> Shown | None:
     floors = [record.floor_us for record in records if record.floor_us is not None]
     floor_us = min(floors, default=0.0)
     drawn = floor_us if floor_us >= _LEAST_TIMES * min(best) else None
-    return Shown(measured, predicted, seeds, finals, failed, drawn, MOST_TIMES * max(best))
+    return HistoryView(measured, predicted, seeds, finals, failed, drawn, MOST_TIMES * max(best))
 
 
 def history(records: Sequence[TrialRecord]) -> str | None:
@@ -73,8 +73,8 @@ def history(records: Sequence[TrialRecord]) -> str | None:
     values = [*(us for _, us in (*what.measured, *what.predicted)), *ends]
     lowest = min(values if what.floor_us is None else [what.floor_us, *values])
     highest = min(max(values), what.limit_us)
-    across = Axis(-0.5, max(record.trial for record in records) + 0.5, _LEFT, _RIGHT)
-    up = Axis(lowest * 0.985, max(highest, lowest * 1.01) * 1.02, _BOTTOM, _TOP, log=True)
+    across = Scale(-0.5, max(record.trial for record in records) + 0.5, _LEFT, _RIGHT)
+    up = Scale(lowest * 0.985, max(highest, lowest * 1.01) * 1.02, _BOTTOM, _TOP, log=True)
     parts = [*_frame(across, up), *_floor(what, up), *_failures(what, across), *_above(what, across)]
     for kind, points in (("measured", what.measured), ("predicted", what.predicted)):
         places = [(across(trial), up(us)) for trial, us in points if us <= what.limit_us]
@@ -91,7 +91,7 @@ def history(records: Sequence[TrialRecord]) -> str | None:
     return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(what, marked)])
 
 
-def _frame(across: Axis, up: Axis) -> list[str]:
+def _frame(across: Scale, up: Scale) -> list[str]:
     parts = [element("path", d=f"M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}", class_="axis")]
     for value in up.ticks(7):
         y = up(value)
@@ -110,14 +110,14 @@ def _frame(across: Axis, up: Axis) -> list[str]:
     ]
 
 
-def _floor(what: Shown, up: Axis) -> list[str]:
+def _floor(what: HistoryView, up: Scale) -> list[str]:
     if what.floor_us is None:
         return []
     line = polyline([(_LEFT, up(what.floor_us)), (_RIGHT, up(what.floor_us))])
     return [element("path", d=line, stroke="currentColor", stroke_dasharray="6 4", fill="none", class_="floor")]
 
 
-def _failures(what: Shown, across: Axis) -> list[str]:
+def _failures(what: HistoryView, across: Scale) -> list[str]:
     """Trials without a latency, as ticks on the axis."""
     marks = "".join(polyline([(across(trial), _BOTTOM - 8), (across(trial), _BOTTOM)]) for trial in what.failed)
     if not marks:
@@ -125,7 +125,7 @@ def _failures(what: Shown, across: Axis) -> list[str]:
     return [element("path", d=marks, stroke="currentColor", stroke_width=1.5, fill="none", class_="failed")]
 
 
-def _above(what: Shown, across: Axis) -> list[str]:
+def _above(what: HistoryView, across: Scale) -> list[str]:
     """Trials above the upper edge, as triangles on it."""
     marks = "".join(_triangle(across(trial), _TOP) for trial, _ in what.above)
     return [element("path", d=marks, fill="currentColor", class_="failed above")] if marks else []
@@ -149,7 +149,7 @@ def _square(x: float, y: float) -> str:
     return f"M{x - 5:.2f} {y - 5:.2f}h10v10h-10z"
 
 
-def _again(record: TrialRecord, across: Axis, up: Axis, limit_us: float) -> list[str]:
+def _again(record: TrialRecord, across: Scale, up: Scale, limit_us: float) -> list[str]:
     """A final's diamond, and a line from its 10th to its 90th percentile."""
     x, median_us, low_us, high_us = across(record.trial), record.latency_us, record.p10_us, record.p90_us
     if median_us is None or median_us > limit_us:
@@ -165,7 +165,7 @@ def _final(x: float, y: float) -> str:
     return element("path", d=corners, stroke="currentColor", stroke_width=1.6, class_="final paper")
 
 
-def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limit_us: float) -> list[str]:
+def _best(incumbents: list[TrialRecord], kind: str, across: Scale, up: Scale, limit_us: float) -> list[str]:
     """The best latency so far as a staircase, with a mark and its numbers at each step.
 
     A staircase that begins above the upper edge enters from there.
@@ -193,7 +193,7 @@ def _new_best(x: float, y: float, *said: str) -> str:
     return element("circle", *said, cx=x, cy=y, r=5.5, fill="currentColor", stroke_width=2, class_="ink")
 
 
-def _legend(what: Shown, marked: Mapping[str, int]) -> list[str]:
+def _legend(what: HistoryView, marked: Mapping[str, int]) -> list[str]:
     """The legend of the marks in the picture, with the number of new bests that are `marked` by kind. It takes a second
     line where the first is full."""
     told = [("measured", f"measured: {_trials(what.measured)}")] if what.measured else []

@@ -13,7 +13,7 @@ from flywheel.vm.gpu.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TracedTimeline:
     """A traced launch as a Timeline, for `layer` and `shares`."""
 
     program: MegakernelProgram
@@ -103,7 +103,7 @@ def exchange_times(trace: LaunchTrace) -> list[ExchangeTimes]:
     return [ExchangeTimes(name, len(times), median(times), mean(times), max(times)) for name, times in grouped.items()]
 
 
-def measured(program: MegakernelProgram, trace: LaunchTrace) -> Measured:
+def measured(program: MegakernelProgram, trace: LaunchTrace) -> TracedTimeline:
     """A launch of `program`.
 
     How long matrix warps starved is known of the launch, not of a task: the same share of each phase MULTIPLY is taken
@@ -113,7 +113,7 @@ def measured(program: MegakernelProgram, trace: LaunchTrace) -> Measured:
     multiplied = sum(phase.end_us - phase.start_us for phase in phases)
     starved = trace.starved * trace.span_us * trace.sms
     fed = max(0.0, 1.0 - starved / multiplied) if multiplied else 0.0
-    return Measured(program, tuple(_span(each, fed) for each in trace.tasks), trace.sms)
+    return TracedTimeline(program, tuple(_span(each, fed) for each in trace.tasks), trace.sms)
 
 
 def _span(traced: TracedTask, fed: float) -> TaskSpan:

@@ -31,7 +31,7 @@ from flywheel.ir.files import MAX_FILE_BYTES, parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import coding_numbered
-from flywheel.plan.step import ABSENT, Coded
+from flywheel.plan.step import ABSENT, MatrixCoding
 from flywheel.runtime.manifest import (
     ELEMENTS,
     FORMAT,
@@ -47,7 +47,7 @@ from flywheel.runtime.manifest import (
 )
 from flywheel.vm.gpu.nvrtc import CompiledVariant, EntryUsage
 from flywheel.vm.pack import PackedProgram
-from flywheel.vm.pack.memory import Arena
+from flywheel.vm.pack.memory import ArenaLayout
 
 
 class AnyGpu(Protocol):
@@ -204,7 +204,7 @@ def _packed(
         n_counters=numbers["n_counters"],
         workspace_stride=numbers["workspace_stride"],
         pass_blocks=numbers["pass_blocks"],
-        arena=Arena(offsets, numbers["set_stride"], numbers["awaited_bytes"]),
+        arena=ArenaLayout(offsets, numbers["set_stride"], numbers["awaited_bytes"]),
         coded={about["row"]: _coded(about) for about in manifest.get("coded", ())},
         last_position=manifest["launch"]["last_position"],
         fixed_position=None,
@@ -216,9 +216,9 @@ def _packed(
     )
 
 
-def _coded(about: Mapping[str, Any]) -> Coded:
+def _coded(about: Mapping[str, Any]) -> MatrixCoding:
     """The format of a quantised matrix. Raises ValueError for a format without a kernel."""
-    return Coded(
+    return MatrixCoding(
         coding_numbered(about["coding"]), about["scales"], about["zeros"], about["group"], about["rows_per_scale"]
     )
 

@@ -33,7 +33,7 @@ from flywheel.search.sampling.study import NOT_TRIED, CampaignStudy, Told
 from flywheel.search.space import Space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.tally import Tally, is_unmeasured
-from flywheel.search.trials.engine import Engine
+from flywheel.search.trials.engine import TrialEngine
 from flywheel.search.trials.evaluate import Evaluation
 from flywheel.store.claims import Claim, Claims
 from flywheel.store.sql import Store
@@ -112,7 +112,7 @@ class CampaignRun:
         name: str,
         space: Space,
         store: Store,
-        engine: Engine,
+        engine: TrialEngine,
         environment: Environment,
         predictor: Predictor = STOCK,
         foresight: Foresight | None = None,

@@ -20,7 +20,7 @@ from flywheel.measure.standing import best_of, standing
 from flywheel.search.noise import Gain, gain
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.trials.engine import Engine
+from flywheel.search.trials.engine import TrialEngine
 from flywheel.search.trials.evaluate import Evaluation
 from flywheel.store.sql import Store
 
@@ -48,7 +48,7 @@ def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def hold_final(
-    store: Store, name: str, engine: Engine, spec: CampaignSpec, environment: Environment
+    store: Store, name: str, engine: TrialEngine, spec: CampaignSpec, environment: Environment
 ) -> list[TrialRecord]:
     """Measure a campaign's best programs again, in turn, and append a row for each; no rows if a worker dies meanwhile.
 
@@ -81,7 +81,7 @@ def _append(store: Store, name: str, rows: list[TrialRecord], chosen: Sequence[T
 
 
 def measure_again(
-    chosen: Sequence[TrialRecord], engine: Engine, spec: CampaignSpec, environment: Environment
+    chosen: Sequence[TrialRecord], engine: TrialEngine, spec: CampaignSpec, environment: Environment
 ) -> list[TrialRecord]:
     """Measure programs in turn. Returns a row for each, not yet numbered; no rows if a worker dies meanwhile.
 

@@ -11,7 +11,7 @@ from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.grouping import components
 from flywheel.interop.mpk.predicting import predict_step
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.rescheduling import EVENTS, LAUNCHES, ORDERS, Schedule, launch_of, reschedule
+from flywheel.interop.mpk.rescheduling import EVENTS, LAUNCHES, ORDERS, GraphSchedule, launch_of, reschedule
 from flywheel.interop.mpk.structure import check_queue_lengths
 from flywheel.interop.mpk.timing import H200, Runtime
 from flywheel.ir.validate.findings import Findings
@@ -24,10 +24,10 @@ WORKERS: Final = (96, 104, 112, 120, 124, 126, 127, 128, 129, 130, 131)
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedSchedule:
     """A schedule and the predicted latency of a step in us; where the proof rejected it, None and the `reason`."""
 
-    schedule: Schedule
+    schedule: GraphSchedule
     latency_us: float | None
     reason: str | None = None
 
@@ -36,8 +36,8 @@ class Tried:
 class Found:
     """All trials, the file's own schedule first; the best trial, the earliest among equals; and the best's graphs."""
 
-    trials: Sequence[Tried]
-    best: Tried
+    trials: Sequence[TriedSchedule]
+    best: TriedSchedule
     graphs: Sequence[MpkGraph]
 
 
@@ -70,7 +70,7 @@ def space_of(graphs: Sequence[MpkGraph], workers: Sequence[int]) -> GraphSpace:
 
 def _launches(graph: MpkGraph) -> bool:
     other = next(name for name in LAUNCHES if name != launch_of(graph))
-    return launch_of(reschedule(graph, Schedule("given", "given", other, H200.workers))) == other
+    return launch_of(reschedule(graph, GraphSchedule("given", "given", other, H200.workers))) == other
 
 
 def search_graphs(
@@ -93,15 +93,16 @@ def search_graphs(
     study = CampaignStudy(space, sampler, seed, ())
     first = runtime.workers if runtime.workers in workers else workers[0]
     study.enqueue({"order": "given", "events": "given", "launch": launch_of(graphs[0]), "workers": first})
-    known: dict[Schedule, Tried] = {}
-    made: dict[Schedule, _Made] = {}
+    known: dict[GraphSchedule, TriedSchedule] = {}
+    made: dict[GraphSchedule, _MadeGraphs] = {}
     for _ in range(min(trials, space.points)):
         trial, choice = study.ask()
-        schedule = Schedule(str(choice["order"]), str(choice["events"]), str(choice["launch"]), int(choice["workers"]))
+        order, events, launch = (str(choice[part]) for part in ("order", "events", "launch"))
+        schedule = GraphSchedule(order, events, launch, int(choice["workers"]))
         form = replace(schedule, workers=0)
         if form not in made:
             changed = [reschedule(graph, schedule, runtime, context) for graph in graphs]
-            made[form] = _Made(changed, check(changed, None, aliases).ok)
+            made[form] = _MadeGraphs(changed, check(changed, None, aliases).ok)
         if schedule not in known:
             known[schedule] = _try(made[form], schedule, aliases, runtime, context)
         study.tell(trial, known[schedule].latency_us)
@@ -110,19 +111,21 @@ def search_graphs(
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _MadeGraphs:
     """Graphs in a schedule, for any number of workers, and whether they are safe under any placement."""
 
     graphs: Sequence[MpkGraph]
     safe: bool
 
 
-def _try(made: _Made, schedule: Schedule, aliases: Mapping[str, str], runtime: Runtime, context: int) -> Tried:
+def _try(
+    made: _MadeGraphs, schedule: GraphSchedule, aliases: Mapping[str, str], runtime: Runtime, context: int
+) -> TriedSchedule:
     findings = Findings(strict=False)
     for error in () if made.safe else check(made.graphs, schedule.workers, aliases).errors:
         findings.error(error.code, error.message, error.task)
     check_queue_lengths(made.graphs, schedule.workers, findings)
     if findings.errors:
-        return Tried(schedule, None, findings.errors[0].message)
+        return TriedSchedule(schedule, None, findings.errors[0].message)
     times = [predict_step(graph, runtime, context, schedule.workers).latency_us for graph in made.graphs]
-    return Tried(schedule, max(times))
+    return TriedSchedule(schedule, max(times))

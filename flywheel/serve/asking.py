@@ -13,7 +13,7 @@ from starlette.requests import Request
 from flywheel.serve.answers import Piece
 from flywheel.serve.engine import Died, Engine, Heard
 from flywheel.serve.metrics import Metrics
-from flywheel.serve.worker import Ask, Begun, Ended, Part, Refused
+from flywheel.serve.worker import AnswerPiece, Ask, Begun, Ended, Refused
 
 _POLL_S: Final = 0.25
 """Interval at which a request without a stream checks whether its client is still connected."""
@@ -60,7 +60,7 @@ class Asked:
     async def pieces(self) -> AsyncIterator[Piece]:
         """The pieces of the answer, as they come."""
         while not isinstance(said := await self._next(), Ended):
-            assert isinstance(said, Part)
+            assert isinstance(said, AnswerPiece)
             if said.piece.token_id is not None:
                 self.made += 1
                 now = time.perf_counter()
@@ -87,7 +87,7 @@ class Asked:
         self._number = None
         self._metrics.ended(self.prompt_tokens, self.made, self.reused_tokens, end)
 
-    async def _next(self) -> Begun | Part | Ended:
+    async def _next(self) -> Begun | AnswerPiece | Ended:
         said = await self._heard.get()
         if isinstance(said, Refused):
             self._over("refused" if said.usage else "failed")

@@ -14,7 +14,7 @@ from typing import Final
 
 from flywheel.children import start_child
 from flywheel.errors import FlywheelError, UsageError
-from flywheel.serve.worker import BEAT_S, Ask, Cancel, Loaded, MakeDecoder, Refused, Said, work
+from flywheel.serve.worker import BEAT_S, Ask, Cancel, DecoderReady, MakeDecoder, Refused, Said, work
 
 _START_S: Final = 1800.0
 """Seconds that a worker may take to load."""
@@ -51,7 +51,7 @@ class Child:
         theirs.close()
         beats.close()
 
-    def load(self) -> Loaded:
+    def load(self) -> DecoderReady:
         """Wait until the worker has loaded. Raises GoneError, and UsageError with its reason if it refuses."""
         end = time.monotonic() + _START_S
         while True:
@@ -59,7 +59,7 @@ class Child:
                 said = self._heard()
             except GoneError as gone:
                 raise GoneError(f"{gone} while it started") from None
-            if isinstance(said, Loaded):
+            if isinstance(said, DecoderReady):
                 return said
             if isinstance(said, Refused):
                 raise UsageError(said.why)
@@ -99,13 +99,13 @@ class Child:
                     self._connection.send(letter)
             failing.pop_all()
 
-    def _heard(self) -> Loaded | Refused | list[Said] | None:
+    def _heard(self) -> DecoderReady | Refused | list[Said] | None:
         """What the worker says next; None for a beat."""
         for _ in range(_MISSED):  # not in one wait: a server that was stopped itself has missed nothing
             ready = wait([self._connection, self._pulse], BEAT_S)
             try:
                 if self._connection in ready:
-                    said: Loaded | Refused | list[Said] = self._connection.recv()
+                    said: DecoderReady | Refused | list[Said] = self._connection.recv()
                     return said
                 if ready:
                     self._pulse.recv_bytes()

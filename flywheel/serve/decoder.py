@@ -33,7 +33,7 @@ Device = Literal["reference", "cuda"]
 Prompt = str | Sequence[int]
 
 
-class Wanted(TypedDict, total=False):
+class AnswerOptions(TypedDict, total=False):
     """Options of an answer. `Decoder.generate` documents them and their defaults."""
 
     max_tokens: int
@@ -229,7 +229,7 @@ class Decoder:
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
         return Answer(self._batch, request, sampling, Streamer(stop), self._speller, reuse)
 
-    def generate_all(self, prompts: Sequence[Prompt], **wanted: Unpack[Wanted]) -> Iterator[tuple[int, Piece]]:
+    def generate_all(self, prompts: Sequence[Prompt], **wanted: Unpack[AnswerOptions]) -> Iterator[tuple[int, Piece]]:
         """(index of the prompt, piece) of the answers to several prompts, as they are made. The options are those of
         `generate`. Leaving the iterator early ends all answers."""
         if isinstance(prompts, str):
@@ -248,7 +248,7 @@ class Decoder:
             for answer in answers:
                 answer.close()
 
-    def submit(self, prompt: Prompt, **wanted: Unpack[Wanted]) -> Answer:
+    def submit(self, prompt: Prompt, **wanted: Unpack[AnswerOptions]) -> Answer:
         """An answer that waits for a row from now on. The options are those of `generate`. Call `advance` to decode,
         and the answer's `ready` for its pieces."""
         answer = self.generate(prompt, **wanted)
@@ -264,7 +264,7 @@ class Decoder:
         GpuFaultError. Other errors are raised by the answers."""
         self._batch.advance()
 
-    def complete(self, prompt: Prompt, **wanted: Unpack[Wanted]) -> Completion:
+    def complete(self, prompt: Prompt, **wanted: Unpack[AnswerOptions]) -> Completion:
         """A whole answer. The options are those of `generate`."""
         answer = self.generate(prompt, **wanted)
         pieces = list(answer)

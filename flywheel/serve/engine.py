@@ -11,7 +11,7 @@ from typing import Final
 
 from flywheel.errors import FlywheelError
 from flywheel.serve.child import Child, GoneError
-from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder, Part, Refused
+from flywheel.serve.worker import AnswerPiece, Ask, Begun, Cancel, DecoderReady, Ended, MakeDecoder, Refused
 
 _PAUSES_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0, 60.0)
 """Seconds before each attempt to replace a worker that died: five minutes, in which a machine may get free processes,
@@ -27,7 +27,7 @@ class Died:
     why: str
 
 
-Heard = Begun | Part | Ended | Refused | Died
+Heard = Begun | AnswerPiece | Ended | Refused | Died
 Hear = Callable[[Heard], None]
 """Called in the engine's thread with each message about a request. Ended, Refused and Died are last messages."""
 
@@ -57,7 +57,7 @@ class Engine:
         self.restarts = self.context = 0
         self.failed: str | None = None
 
-    def start(self) -> Loaded:
+    def start(self) -> DecoderReady:
         """Start a worker. Raises GoneError, and UsageError with its reason if it refuses to start."""
         loaded = self._spawn()
         threading.Thread(target=self._supervise, daemon=True).start()
@@ -110,7 +110,7 @@ class Engine:
             if wanted is not None and self._ready and self._child is not None:
                 self._child.send(Cancel(number))
 
-    def _spawn(self) -> Loaded:
+    def _spawn(self) -> DecoderReady:
         """Start a worker and wait until it has loaded. Raises as `start`."""
         child = Child(self._make)
         with self._lock:
@@ -183,7 +183,7 @@ class Engine:
             self._ready, self.failed, self._told = False, why, told
         self._fail(f"no decoding process runs any more: {told}")
 
-    def _tell(self, said: Begun | Part | Ended | Refused) -> None:
+    def _tell(self, said: Begun | AnswerPiece | Ended | Refused) -> None:
         assert said.number is not None
         with self._lock:
             last = isinstance(said, Ended | Refused)

@@ -15,7 +15,7 @@ from flywheel.errors import UsageError, WeightsError
 from flywheel.ir import MAX_RANKS
 from flywheel.lowering.lower import lower
 from flywheel.models.weights import checkpoint_tensors
-from flywheel.search.knowledge.chosen import Chosen, choose_schedule, notes_of_work, settle_work
+from flywheel.search.knowledge.chosen import ChosenConfig, choose_schedule, notes_of_work, settle_work
 from flywheel.search.trials.device import gpu_of
 from flywheel.search.workload import found_for_another, lanes_of_lookup, notes_of_another
 from flywheel.store.schedule import Schedule
@@ -62,9 +62,9 @@ def load_model(
     return LoadedModel(source, session, chosen.words + guesses, notes)
 
 
-def _as_given(schedule: Schedule, source: Source) -> Chosen:
+def _as_given(schedule: Schedule, source: Source) -> ChosenConfig:
     found = found_for_another(schedule, source.spec)
-    return Chosen(schedule.config, "as given" + (f", found for {found}" if found is not None else ""))
+    return ChosenConfig(schedule.config, "as given" + (f", found for {found}" if found is not None else ""))
 
 
 def _of_model(source: Source, weights: Weights) -> Weights:

@@ -47,7 +47,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class DecoderReady:
     """The worker is ready to decode."""
 
     model: str
@@ -66,7 +66,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerPiece:
     """A piece of an answer."""
 
     number: int
@@ -93,7 +93,7 @@ class Refused:
     long: bool = False
 
 
-Said = Begun | Part | Ended | Refused
+Said = Begun | AnswerPiece | Ended | Refused
 """Messages about requests. All messages of one moment are sent as one list, so that the number of requests does not
 matter."""
 
@@ -109,7 +109,8 @@ def work(connection: Connection, pulse: Connection, make_decoder: MakeDecoder) -
         connection.send(Refused(None, str(error), True))
         return
     with decoder:
-        connection.send(Loaded(decoder.name, decoder.schedule, decoder.context, decoder.max_sequences, decoder.notes))
+        rows = decoder.max_sequences
+        connection.send(DecoderReady(decoder.name, decoder.schedule, decoder.context, rows, decoder.notes))
         with PromptReader(decoder.second_tokenizer()) as reader:
             answer_all(connection, decoder, reader)
 
@@ -199,7 +200,7 @@ def _refused(number: int, error: FlywheelError, name: str) -> Refused:
 def _tell(said: list[Said], number: int, answer: Answer, name: str) -> bool:
     """Add an answer's new pieces to the messages `said`. Returns whether they were its last."""
     try:
-        said += [Part(number, piece) for piece in answer.ready()]
+        said += [AnswerPiece(number, piece) for piece in answer.ready()]
     except FlywheelError as error:
         said.append(_refused(number, error, name))
         return True

@@ -66,7 +66,7 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
         # isolation_level None: sqlite3 begins no transactions of its own, the "begin" event below does.
         arguments = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None}
         engine = create_engine(readable(where), connect_args=arguments, poolclass=QueuePool)
-        file = _File(name)
+        file = _DatabaseFile(name)
         event.listen(engine, "do_connect", file.check_same)
         event.listen(engine, "connect", file.learn)
         event.listen(engine, "connect", _set_pragmas)
@@ -129,7 +129,7 @@ def _fact(error: Exception) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
-class _File:
+class _DatabaseFile:
     """The file of a SQLite store. It must stay the same: SQLite would go on writing to a removed file."""
 
     def __init__(self, name: str) -> None:

@@ -17,7 +17,7 @@ from flywheel.errors import WorkerDiedError
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
 from flywheel.vm.watching import PATIENCE, Patience, Watch, watched
-from flywheel.vm.worker import Answer, MakeBench, Phase, Question, Ready, Unable, Work, serve
+from flywheel.vm.worker import MakeBench, Question, Ready, Unable, Work, WorkerPhase, WorkerReply, serve
 
 _EXIT_S: Final = 5.0
 """Wall seconds that a worker may take to end, once it was told to or was killed."""
@@ -123,7 +123,7 @@ class Client:
         known, self._rivals = rivals is self._rivals, rivals
         assert process is not None
         assert connection is not None
-        answer: Answer | None = None
+        answer: WorkerReply | None = None
         # The connection failed: the worker is dead, and its last message may be cut off.
         measuring = self._watched(process, " while it measures", limit_s, _QUIET_S)
         with measuring as watch, suppress(EOFError, OSError):
@@ -153,12 +153,12 @@ class Client:
         process, ours, limits = self._process, self._connection, self._limits
         assert process is not None
         assert ours is not None
-        hello: Phase | Ready | Unable | None = None
+        hello: WorkerPhase | Ready | Unable | None = None
         end = monotonic() + limits.start_s
         first_s = min(limits.greet_s, limits.start_s)
         starting = self._watched(process, " while it starts", first_s)
         with starting as watch, suppress(EOFError, OSError):
-            while isinstance(hello := ours.recv(), Phase):
+            while isinstance(hello := ours.recv(), WorkerPhase):
                 watch.enter(f" while it {hello.doing}", min(hello.limit_s, end - monotonic()), hello.quiet_s)
         match hello:
             case Ready():

@@ -75,17 +75,17 @@ MakeBench = Callable[[], Bench]
 """Builds the bench, in the process that will use it. It must pickle."""
 
 
-_TELL: Final[ContextVar[Callable[[Phase], None]]] = ContextVar("_TELL", default=lambda _: None)
+_TELL: Final[ContextVar[Callable[[WorkerPhase], None]]] = ContextVar("_TELL", default=lambda _: None)
 
 
 def enter_phase(doing: str, limit_s: float, quiet_s: float = 0.0) -> None:
     """Tell whoever waits for this worker what it does now, in words after "while it", how long that may take, and how
     long it takes on a usual day."""
-    _TELL.get()(Phase(doing, limit_s, quiet_s))
+    _TELL.get()(WorkerPhase(doing, limit_s, quiet_s))
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class WorkerPhase:
     """The worker lives, and now does what `doing` says, within `limit_s` wall seconds. Up to `quiet_s` are usual."""
 
     doing: str
@@ -115,7 +115,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerReply:
     """The outcome of a program. With `last` the process ends after it, since its GPU context is beyond repair."""
 
     contest: Contest
@@ -148,26 +148,27 @@ def answer(
     program: MegakernelProgram | AnyPacked,
     rivals: tuple[MegakernelProgram | AnyPacked, ...] = (),
     rounds: int = 1,
-) -> Answer:
+) -> WorkerReply:
     """The outcome of one program. The bench's errors become outcomes, too."""
     result = _defended(lambda: bench.compare(program, rivals, rounds) if rivals else Contest(bench.measure(program)))
     match result:
         case LaunchTimeoutError():
-            return Answer(Contest(TimedOut(result.limit_s, _line(result))))
+            return WorkerReply(Contest(TimedOut(result.limit_s, _line(result))))
         case GpuMemoryError():
-            return Answer(Contest(NoMemory(_line(result))))
+            return WorkerReply(Contest(NoMemory(_line(result))))
         case KernelCompileError():
-            return Answer(Contest(Crashed(f"compile: {_line(result)}", transient=False)))
+            return WorkerReply(Contest(Crashed(f"compile: {_line(result)}", transient=False)))
         case ConfigError() | InvalidProgramError() | TensorError() | WeightsError():
-            return Answer(Contest(Rejected(("load",), _line(result))))
+            return WorkerReply(Contest(Rejected(("load",), _line(result))))
         case GpuFaultError():
-            return Answer(Contest(Crashed(_line(result), transient=False)), last=True)
+            return WorkerReply(Contest(Crashed(_line(result), transient=False)), last=True)
         case Exception() if type(result).__name__ == "OutOfMemoryError":  # torch's error; torch is not imported here
-            return Answer(Contest(NoMemory(_line(result))), last=True)
+            return WorkerReply(Contest(NoMemory(_line(result))), last=True)
         case Exception():
-            return Answer(Contest(Crashed(f"{type(result).__name__}: {_line(result)}", transient=False)), last=True)
+            crashed = Crashed(f"{type(result).__name__}: {_line(result)}", transient=False)
+            return WorkerReply(Contest(crashed), last=True)
         case _:
-            return Answer(result)
+            return WorkerReply(result)
 
 
 def _opened(work: Work) -> MegakernelProgram | AnyPacked:

@@ -11,7 +11,7 @@ from effort import LONG
 from serve.conftest import checkpoint as served_checkpoint
 
 from flywheel.cli import bench_engines
-from flywheel.cli.bench_engines import Asked, rows_of, time_engines, vllm_command
+from flywheel.cli.bench_engines import EngineLoad, rows_of, time_engines, vllm_command
 
 checkpoint = served_checkpoint
 PROMPTS = ("once", "time upon a wheel", "a")
@@ -37,8 +37,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Fake).serve_forever()
 """
 
 
-def asked_of(folder: Path) -> Asked:
-    return Asked(folder, "float32", "cpu", 64, 2, (1, 2), PROMPTS, 4)
+def asked_of(folder: Path) -> EngineLoad:
+    return EngineLoad(folder, "float32", "cpu", 64, 2, (1, 2), PROMPTS, 4)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.device import Device
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.peer_link import PeerLink
-from flywheel.measure.tenants import Presence, Tenant
+from flywheel.measure.tenants import GpuPresence, Tenant
 from flywheel.store.sql import open_store
 from flywheel.vm.gpu.link_probes import ProbedLink
 from flywheel.vm.gpu.probes import Probed
@@ -128,10 +128,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
 
 
 def test_doctor_shows_who_is_on_each_gpu_and_what_it_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = Presence(
+    busy = GpuPresence(
         (Tenant(4711, "train", 77_000, 90), Tenant(12)), 2, False, 91, 1_000, 80_000, 1980, 2619, "hw_thermal"
     )
-    told = {"GPU-1": busy, "GPU-2": Presence((), 0, throttle="none"), "GPU-3": Presence()}
+    told = {"GPU-1": busy, "GPU-2": GpuPresence((), 0, throttle="none"), "GPU-3": GpuPresence()}
     monkeypatch.setattr(
         "flywheel.measure.environment.list_gpus", lambda: [(gpu, Device("NVIDIA H100")) for gpu in told]
     )

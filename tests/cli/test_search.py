@@ -22,7 +22,7 @@ from flywheel.measure.outcome import Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.verdict import judge
 from flywheel.search.spec import read_options_file
-from flywheel.search.trials.engine import Bench, InlineEngine
+from flywheel.search.trials.engine import EvaluationSetup, InlineEngine
 from flywheel.search.trials.measuring import look
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store, open_store
@@ -263,7 +263,7 @@ def measures(with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
         def seen(program_id: str) -> TrialRecord | None:
             return look(store, workload.target.name, "bf16", program_id, here)
 
-        yield InlineEngine(Bench(workload, seen, measure)), here
+        yield InlineEngine(EvaluationSetup(workload, seen, measure)), here
 
     with_gpu("NVIDIA L4")
     monkeypatch.setattr("flywheel.search.trials.sites.missing_modules", list)

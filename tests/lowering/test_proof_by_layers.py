@@ -25,7 +25,7 @@ from effort import sample
 
 from flywheel.cost_model import predict
 from flywheel.ir import BufferKind, DType, MegakernelProgram, PageAllocation, Runs, ScheduleConfig, validate
-from flywheel.ir.layers import Layered, Layers, Span
+from flywheel.ir.layers import LayeredTable, Layers, Span
 from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.lowering import lower as lowering
@@ -72,7 +72,7 @@ def test_pages_pass_on_between_many_layers_as_if_each_were_looked_at(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = lowered(family, 14, 1, "graph_color", 7)
-    assert isinstance(program.buffers, Layered)
+    assert isinstance(program.buffers, LayeredTable)
     assert isinstance(program.tasks, Runs)
     assert program.pages is not None
     monkeypatch.setattr(shared_pages, "_SEEN", 99)
@@ -171,16 +171,16 @@ Change = Callable[[MegakernelProgram, Layers, random.Random], MegakernelProgram]
 
 def rebuilt(program: MegakernelProgram, layers: Layers, runs: Runs, seed: int) -> MegakernelProgram:
     """The program with runs of other layers, all placed anew."""
-    assert isinstance(program.buffers, Layered)
-    assert isinstance(program.counters, Layered)
+    assert isinstance(program.buffers, LayeredTable)
+    assert isinstance(program.counters, LayeredTable)
     spelled, span = runs.spelled, layers.runs
     again = (layers.times - 1) * sum(len(run.tiles) for run in spelled[span.start : span.stop])
     tasks = sum(len(run.tiles) for run in spelled) + again
     return replace(
         program,
         tasks=Runs(spelled, [(seed + sm) % 6 for sm in range(tasks)], layers),
-        buffers=Layered(program.buffers.spelled, layers),
-        counters=Layered(program.counters.spelled, layers),
+        buffers=LayeredTable(program.buffers.spelled, layers),
+        counters=LayeredTable(program.counters.spelled, layers),
     )
 
 
@@ -205,7 +205,7 @@ def with_runs_swapped(program: MegakernelProgram, layers: Layers, chance: random
 
 def with_other_buffer(program: MegakernelProgram, layers: Layers, chance: random.Random) -> MegakernelProgram:
     """Another shape or kind of a buffer, in each layer if it is the template's."""
-    assert isinstance(program.buffers, Layered)
+    assert isinstance(program.buffers, LayeredTable)
     place, spelled = chance.randrange(len(program.buffers.spelled)), list(program.buffers.spelled)
     each = spelled[place]
     shape = (*each.shape[:-1], max(1, each.shape[-1] + chance.choice((-16, -1, 1, 16))))
@@ -215,7 +215,7 @@ def with_other_buffer(program: MegakernelProgram, layers: Layers, chance: random
         replace(each, dtype=chance.choice((DType.F32, DType.F16, DType.BF16))),
     )
     spelled[place] = chance.choices(others, (5, 3, 2))[0]
-    return replace(program, buffers=Layered(spelled, layers))
+    return replace(program, buffers=LayeredTable(spelled, layers))
 
 
 def with_other_page(program: MegakernelProgram, _: Layers, chance: random.Random) -> MegakernelProgram:
@@ -314,24 +314,24 @@ def test_a_first_layer_that_looks_otherwise_is_not_like_the_others() -> None:
     layers = layers_of(program)
     assert layers is not None
     assert isinstance(program.tasks, Runs)
-    assert isinstance(program.buffers, Layered)
+    assert isinstance(program.buffers, LayeredTable)
     own = layers.buffers
     template = program.tasks.spelled[layers.runs.start : layers.runs.stop]
     read = next(each for run in template for each in run.inputs if own.least <= each < own.start)
     spelled = list(program.buffers.spelled)
     spelled[read] = replace(spelled[read], shape=(1, *spelled[read].shape))
-    assert local_layers(replace(program, buffers=Layered(spelled, layers))) is None
+    assert local_layers(replace(program, buffers=LayeredTable(spelled, layers))) is None
 
 
 def test_the_text_of_what_comes_before_the_layers_names_none() -> None:
     program = lowered("llama", 5, 1, "none", 7)
     layers = layers_of(program)
     assert layers is not None
-    assert isinstance(program.buffers, Layered)
+    assert isinstance(program.buffers, LayeredTable)
     spelled = list(program.buffers.spelled)
     head = next(each for each in spelled[: layers.buffers.least] if each.source)
     spelled[head.id] = replace(head, source="w.{i}")
-    changed = replace(program, buffers=Layered(spelled, layers))
+    changed = replace(program, buffers=LayeredTable(spelled, layers))
     assert program_id(changed) == program_id(by_task(changed)) != program_id(program)
 
 
@@ -340,11 +340,11 @@ def test_a_table_of_records_without_texts_is_none(fault: dict[str, Any]) -> None
     program = lowered("llama", 5, 1, "none", 7)
     layers = layers_of(program)
     assert layers is not None
-    assert isinstance(program.buffers, Layered)
+    assert isinstance(program.buffers, LayeredTable)
     spelled = list(program.buffers.spelled)
     spelled[-1] = replace(spelled[-1], **fault)
     with pytest.raises(ValueError, match="text of a record"):
-        Layered(spelled, layers)
+        LayeredTable(spelled, layers)
 
 
 def test_layers_end_before_their_ids_are_too_large() -> None:

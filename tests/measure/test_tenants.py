@@ -11,7 +11,7 @@ from flywheel.measure.outcome import Crashed, Measured
 from flywheel.measure.tenants import (
     PAUSE_LIMIT_S,
     Attendant,
-    Presence,
+    GpuPresence,
     Tenant,
     beside,
     disturbance,
@@ -47,60 +47,61 @@ def test_tenants_are_named_the_largest_first_and_few() -> None:
 @pytest.mark.parametrize(
     ("presence", "words"),
     [
-        (Presence((HOLDER,), 0), "; others hold the rest: pid 11 (jupyter, 5,000 bytes)"),
-        (Presence((HOLDER,), 0, mixed=True), "; on it are pid 11 (jupyter, 5,000 bytes)"),
-        (Presence((), 0, total_bytes=80), ""),
-        (Presence(total_bytes=80), "; the driver does not tell who holds the rest"),
-        (Presence(), ""),
+        (GpuPresence((HOLDER,), 0), "; others hold the rest: pid 11 (jupyter, 5,000 bytes)"),
+        (GpuPresence((HOLDER,), 0, mixed=True), "; on it are pid 11 (jupyter, 5,000 bytes)"),
+        (GpuPresence((), 0, total_bytes=80), ""),
+        (GpuPresence(total_bytes=80), "; the driver does not tell who holds the rest"),
+        (GpuPresence(), ""),
     ],
 )
-def test_who_holds_the_memory_is_said_as_far_as_it_is_known(presence: Presence, words: str) -> None:
+def test_who_holds_the_memory_is_said_as_far_as_it_is_known(presence: GpuPresence, words: str) -> None:
     assert held_by(presence) == words
 
 
 @pytest.mark.parametrize("idle_s", [0.0, IDLE_S])
 @pytest.mark.parametrize(
-    "presence", [Presence(), Presence(()), Presence((HOLDER,)), Presence((), throttle="sw_power_cap")]
+    "presence", [GpuPresence(), GpuPresence(()), GpuPresence((HOLDER,)), GpuPresence((), throttle="sw_power_cap")]
 )
-def test_a_gpu_on_which_nobody_computes_is_quiet(presence: Presence, idle_s: float) -> None:
+def test_a_gpu_on_which_nobody_computes_is_quiet(presence: GpuPresence, idle_s: float) -> None:
     assert disturbance(presence, idle_s) is None
 
 
 @pytest.mark.parametrize(
     ("presence", "idle_s", "words"),
     [
-        (Presence((HOLDER, WORKER)), 0.0, "others compute on it: pid 12 (train"),
-        (Presence((UNKNOWN,), utilisation_percent=90), 0.0, "others are on it: pid 13"),
-        (Presence((UNKNOWN,), utilisation_percent=90), IDLE_S, "others are on it: pid 13"),
-        (Presence((UNKNOWN,)), IDLE_S, "others are on it: pid 13"),
-        (Presence(utilisation_percent=20), IDLE_S, "somebody whom the driver does not name keeps it 20 % busy"),
-        (Presence((), throttle="sw_power_cap,hw_thermal"), 0.0, "its clocks are held down (hw_thermal)"),
-        (Presence((WORKER,), mixed=True), IDLE_S, "others compute on it: pid 12"),
-        (Presence((WORKER, WORKER), mixed=True), 0.0, "others compute on it: pid 12"),
+        (GpuPresence((HOLDER, WORKER)), 0.0, "others compute on it: pid 12 (train"),
+        (GpuPresence((UNKNOWN,), utilisation_percent=90), 0.0, "others are on it: pid 13"),
+        (GpuPresence((UNKNOWN,), utilisation_percent=90), IDLE_S, "others are on it: pid 13"),
+        (GpuPresence((UNKNOWN,)), IDLE_S, "others are on it: pid 13"),
+        (GpuPresence(utilisation_percent=20), IDLE_S, "somebody whom the driver does not name keeps it 20 % busy"),
+        (GpuPresence((), throttle="sw_power_cap,hw_thermal"), 0.0, "its clocks are held down (hw_thermal)"),
+        (GpuPresence((WORKER,), mixed=True), IDLE_S, "others compute on it: pid 12"),
+        (GpuPresence((WORKER, WORKER), mixed=True), 0.0, "others compute on it: pid 12"),
     ],
 )
-def test_what_disturbs_is_named(presence: Presence, idle_s: float, words: str) -> None:
+def test_what_disturbs_is_named(presence: GpuPresence, idle_s: float, words: str) -> None:
     assert (disturbance(presence, idle_s) or "").startswith(words)
 
 
 @pytest.mark.parametrize(
     ("presence", "idle_s"),
     [
-        (Presence((WORKER,), mixed=True), 0.0),  # it may be this process
-        (Presence((UNKNOWN,), mixed=True, utilisation_percent=90), 0.0),
-        (Presence((UNKNOWN,), utilisation_percent=0), IDLE_S),
-        (Presence(utilisation_percent=90), 0.0),  # by this process's own work
+        (GpuPresence((WORKER,), mixed=True), 0.0),  # it may be this process
+        (GpuPresence((UNKNOWN,), mixed=True, utilisation_percent=90), 0.0),
+        (GpuPresence((UNKNOWN,), utilisation_percent=0), IDLE_S),
+        (GpuPresence(utilisation_percent=90), 0.0),  # by this process's own work
     ],
 )
-def test_what_may_be_this_processs_own_work_disturbs_nobody(presence: Presence, idle_s: float) -> None:
+def test_what_may_be_this_processs_own_work_disturbs_nobody(presence: GpuPresence, idle_s: float) -> None:
     assert disturbance(presence, idle_s) is None
 
 
 def test_several_gpus_are_as_quiet_as_the_least_quiet_one() -> None:
-    found = together([Presence((), 0, utilisation_percent=0, throttle="none"), Presence((WORKER,), 1), Presence()])
+    idle = GpuPresence((), 0, utilisation_percent=0, throttle="none")
+    found = together([idle, GpuPresence((WORKER,), 1), GpuPresence()])
     assert (found.others, found.strangers, found.utilisation_percent) == ((WORKER,), 1, 0)
     assert disturbance(found, 0.0) is not None
-    assert together([Presence(), Presence()]) == Presence()
+    assert together([GpuPresence(), GpuPresence()]) == GpuPresence()
 
 
 STEADY = [100.0] * 15 + [101.0] * 15
@@ -148,9 +149,9 @@ class Card:
         self.pauses, self.ending = list[float](), False
         self.attendant = Attendant(self.read, self.lines.append, self.pause, lambda: self.now_s)
 
-    def read(self) -> Presence:
+    def read(self) -> GpuPresence:
         there = (WORKER,) if self.now_s < self.until_s else ()
-        return Presence(there, len(there), utilisation_percent=50 * len(there))
+        return GpuPresence(there, len(there), utilisation_percent=50 * len(there))
 
     def pause(self, seconds: float) -> bool:
         self.pauses.append(seconds)
@@ -263,7 +264,7 @@ def test_a_process_that_the_idle_card_shows_to_do_nothing_is_waited_for_once_and
         now[0] += seconds
         return False
 
-    there = Presence((UNKNOWN,), 1)
+    there = GpuPresence((UNKNOWN,), 1)
     attendant = Attendant(lambda: replace(there, utilisation_percent=busy[0]), lines.append, pause, lambda: now[0])
     for _ in range(3):
         found = attendant.measured(lambda: Contest(measured(strangers=1)))

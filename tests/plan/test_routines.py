@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import flywheel
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig, validate
-from flywheel.ir.layers import Layered
+from flywheel.ir.layers import LayeredTable
 from flywheel.lowering.lower import lower
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan.routines import check_program, refusal_of
@@ -91,9 +91,9 @@ def test_a_fault_behind_the_layers_is_named_as_in_the_whole_program() -> None:
     """The check looks at few layers, in which later tasks have other numbers."""
     program = lowered(replace(SPEC, n_layers=9))
     buffers = program.buffers
-    assert isinstance(buffers, Layered)
+    assert isinstance(buffers, LayeredTable)
     wrong = [replace(each, dtype=DType.F32) if each.name == "lm_head.w" else each for each in buffers.spelled]
-    program = replace(program, buffers=Layered(wrong, buffers.layers))
+    program = replace(program, buffers=LayeredTable(wrong, buffers.layers))
     found = refusal_of(program)
     assert found == refused_by_the_packer(program)
     first = next(task for task in program.tasks if task.label.startswith("lm_head"))

@@ -16,7 +16,7 @@ from traces import small_program, small_trace
 from flywheel.cost_model import State, predict, timeline
 from flywheel.lowering.lower import lower
 from flywheel.report.chrome import chrome_trace, measured_slices, predicted_slices
-from flywheel.report.facts import Schedule
+from flywheel.report.facts import TimedSchedule
 from flywheel.report.layer import (
     BY_MODEL,
     MEANINGS,
@@ -138,7 +138,7 @@ def test_rows_of_several_gpus_are_parted_and_named() -> None:
     space = make_space(work)
     program = lower(work.graph, space.to_config(space.known_good()[0]), TARGET)
     program = replace(program, meta={"model": "small", "gpu": "h200"})
-    drawn = standalone(layer(Schedule(program, tuple(timeline(program)), predict(program), "9")))
+    drawn = standalone(layer(TimedSchedule(program, tuple(timeline(program)), predict(program), "9")))
     root = ElementTree.fromstring(drawn)
     texts = [each.text or "" for each in root.iter() if each.tag.endswith("text")]
     assert any(text.startswith("small on 2xh200: layer") for text in texts)
@@ -159,7 +159,7 @@ def timelines() -> dict[str, Timeline]:
     work = make_workload("smollm2-135m", "l4", "bf16", 512)
     space = make_space(work)
     program = lower(work.graph, space.to_config(space.known_good()[0]), work.target)
-    predicted = Schedule(program, tuple(timeline(program)), predict(program), "9")
+    predicted = TimedSchedule(program, tuple(timeline(program)), predict(program), "9")
     return {"measured": measured(small_program(), replace(small_trace(), starved=STARVED)), "predicted": predicted}
 
 

@@ -17,7 +17,7 @@ from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.opening import open_campaign
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.trials.engine import Bench, Engine, InlineEngine
+from flywheel.search.trials.engine import EvaluationSetup, InlineEngine, TrialEngine
 from flywheel.search.trials.evaluate import Evaluation, Measure
 from flywheel.search.trials.predicting import look
 from flywheel.search.workload import Workload
@@ -40,7 +40,7 @@ class WideEngine:
 
     width = 2
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: EvaluationSetup) -> None:
         self._inline = InlineEngine(bench)
         self.submitted: list[ScheduleConfig] = []
 
@@ -70,10 +70,12 @@ class Lab:
         base = {"name": "toy", "context": 64, "measure": "predict", "sampler": "random", "seeds": False, "trials": 12}
         return CampaignSpec("small", "few", **{**base, **changes})
 
-    def bench(self, measure: Measure | None = None) -> Bench:
-        return Bench(self.workload, partial(look, self.store, "few", "bf16"), measure or self.measure)
+    def bench(self, measure: Measure | None = None) -> EvaluationSetup:
+        return EvaluationSetup(self.workload, partial(look, self.store, "few", "bf16"), measure or self.measure)
 
-    def campaign(self, spec: CampaignSpec, engine: Engine | None = None, space: Space | None = None) -> CampaignRun:
+    def campaign(
+        self, spec: CampaignSpec, engine: TrialEngine | None = None, space: Space | None = None
+    ) -> CampaignRun:
         space = space or self.space()
         name = open_campaign(spec, space, self.store, fresh=False)
         return CampaignRun(spec, name, space, self.store, engine or InlineEngine(self.bench()), self.environment)
@@ -81,7 +83,7 @@ class Lab:
     def run(
         self,
         spec: CampaignSpec,
-        engine: Engine | None = None,
+        engine: TrialEngine | None = None,
         space: Space | None = None,
         watch: Callable[[Progress], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
@@ -108,7 +110,7 @@ def lab(tmp_path: Path, environment: Environment, toy_measures: ModuleType) -> I
 
 
 @pytest.fixture
-def wide() -> Callable[[Bench], WideEngine]:
+def wide() -> Callable[[EvaluationSetup], WideEngine]:
     """Makes engines that hold two evaluations at a time."""
     return WideEngine
 

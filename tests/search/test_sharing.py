@@ -15,7 +15,7 @@ from flywheel.errors import StoreError
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.opening import open_campaign
 from flywheel.search.space import make_space
-from flywheel.search.trials.engine import Bench, Engine, InlineEngine
+from flywheel.search.trials.engine import EvaluationSetup, InlineEngine, TrialEngine
 from flywheel.store.sql import open_store
 
 SAMPLERS = ("grid", "descent", "local", "random", "tpe")
@@ -27,7 +27,9 @@ EXACT = ("grid", "descent", "local")
 def share(lab: Any, store_url: str) -> Callable[..., list[CampaignResult]]:
     """Two runs of a campaign, each with a store of its own, side by side."""
 
-    def run_both(engine: Callable[[Bench], Engine] = InlineEngine, **changes: Any) -> list[CampaignResult]:
+    def run_both(
+        engine: Callable[[EvaluationSetup], TrialEngine] = InlineEngine, **changes: Any
+    ) -> list[CampaignResult]:
         spec, space, start = lab.spec(**changes), lab.space(), Barrier(2)
         lab.url = store_url
         with open_store(store_url) as store:
@@ -50,7 +52,7 @@ def test_two_runs_share_a_campaign_exactly(store_url: str, share: Callable[..., 
     wanted = 40 if sampler == "grid" else 20
     both = Barrier(2)
 
-    def meeting(bench: Bench) -> Engine:
+    def meeting(bench: EvaluationSetup) -> TrialEngine:
         """An engine whose first trial ends when the other run has begun one too."""
         met = iter([both.wait])
 
@@ -75,7 +77,7 @@ def test_two_runs_share_a_campaign_exactly(store_url: str, share: Callable[..., 
 @pytest.mark.parametrize("seed", range(examples(4, 1)))
 @pytest.mark.parametrize("sampler", EXACT)
 def test_a_study_started_anew_tries_nothing_again_that_is_under_way(
-    store_url: str, share: Callable[..., Any], wide: Callable[[Bench], Engine], sampler: str, seed: int
+    store_url: str, share: Callable[..., Any], wide: Callable[[EvaluationSetup], TrialEngine], sampler: str, seed: int
 ) -> None:
     share(wide, sampler=sampler, trials=24, seed=seed)
     with open_store(store_url) as store:
@@ -86,7 +88,7 @@ def test_a_study_started_anew_tries_nothing_again_that_is_under_way(
 @pytest.mark.parametrize("wider", [False, True], ids=["one at a time", "two at a time"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_run_that_learns_of_another_still_tries_every_known_good_schedule_once(
-    lab: Any, wide: Callable[[Bench], Engine], sampler: str, wider: bool
+    lab: Any, wide: Callable[[EvaluationSetup], TrialEngine], sampler: str, wider: bool
 ) -> None:
     pins = {each.name: str(each.values[0]) for each in lab.space().dimensions if len(each.values) == 1}
     space = make_space(lab.workload, {name: value for name, value in pins.items() if name != "kv_block"})

@@ -19,7 +19,7 @@ from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.latency import MeasuredLatency, PredictedLatency
 from flywheel.measure.outcome import Crashed, Measured, Predicted, TrialOutcome
-from flywheel.measure.tenants import Attendant, Presence, Tenant
+from flywheel.measure.tenants import Attendant, GpuPresence, Tenant
 from flywheel.measure.verdict import judge
 from flywheel.plan import variant_of
 from flywheel.vm.watching import tell
@@ -210,7 +210,7 @@ class Paired:
 def attend(pause: Callable[[float], bool]) -> Attendant:
     """Of a GPU on which somebody computes for the first two looks."""
     busy, clock = iter([(Tenant(4711, "train", 7, 90),)] * 2), iter(range(10**6))
-    return Attendant(lambda: Presence(next(busy, ())), tell, lambda seconds: False, lambda: float(next(clock)))
+    return Attendant(lambda: GpuPresence(next(busy, ())), tell, lambda seconds: False, lambda: float(next(clock)))
 
 
 def parcel(folder: str, program: MegakernelProgram) -> Parcel:

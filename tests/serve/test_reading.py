@@ -18,7 +18,7 @@ from flywheel.errors import UsageError
 from flywheel.runtime.sequences import GREEDY
 from flywheel.serve.decoder import Decoder
 from flywheel.serve.reading import PromptReader
-from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Part, Refused, answer_all
+from flywheel.serve.worker import AnswerPiece, Ask, Begun, Cancel, Ended, Refused, answer_all
 
 LIMIT_S = 120.0
 """What hangs."""
@@ -99,7 +99,7 @@ def test_a_text_that_is_being_tokenised_holds_no_answer_up(checkpoint: Path) -> 
         heard = worker.hear_to_the_end(1)  # while the text of the first is not read
         assert not encoder.goes_on.is_set()
         assert heard[0] == Begun(1, 3)
-        assert sum(isinstance(each, Part) and each.piece.token_id is not None for each in heard) == 12
+        assert sum(isinstance(each, AnswerPiece) and each.piece.token_id is not None for each in heard) == 12
         encoder.goes_on.set()
         assert worker.hear() == Refused(0, "prompt: too long", True)
     assert encoder.closed.wait(LIMIT_S)

@@ -15,8 +15,8 @@ from typing import Final
 from flywheel.errors import UnsupportedModelError
 from flywheel.interop.mpk.graph import FIRST_TASK, INVALID, MpkGraph, place_of
 from flywheel.interop.mpk.joint import n_ranks
-from flywheel.interop.mpk.recipes import Recipes, Work
-from flywheel.interop.mpk.roles import Doing, Part, requests_of, roles_of
+from flywheel.interop.mpk.recipes import Recipes, UnplacedTask
+from flywheel.interop.mpk.roles import Doing, RolePart, requests_of, roles_of
 from flywheel.ir import (
     ABI_MAX_ROWS,
     Buffer,
@@ -57,7 +57,7 @@ def convert(
         raise UnsupportedModelError(f"rank {graph.rank}: {batch} requests, more than {ABI_MAX_ROWS}")
     step = decode_step(spec, context, dtype, batch)
     units = _units(graph, roles_of(graph, spec))
-    made = _Tables(graph, step, min(workers, target.num_sms)).program(units)
+    made = _ProgramTables(graph, step, min(workers, target.num_sms)).program(units)
     meta = {
         "model": spec.name, "gpu": target.name, "regime": "decode", "dtype": dtype.name.lower(), "context": context,
         "batch": batch,
@@ -71,7 +71,7 @@ class _Unit:
     decides its place in the queues."""
 
     layer: int | None
-    part: Part
+    part: RolePart
     places: tuple[int, ...]
 
 
@@ -87,7 +87,7 @@ def _units(graph: MpkGraph, doings: Sequence[Doing]) -> list[_Unit]:
     return sorted(found.values(), key=lambda unit: unit.places[-1])
 
 
-class _Tables:
+class _ProgramTables:
     """Buffers by name, counters by event, and tasks."""
 
     def __init__(self, graph: MpkGraph, step: Graph, workers: int) -> None:
@@ -137,7 +137,7 @@ class _Tables:
             if first != other:
                 self._same[other] = first
 
-    def _task(self, number: int, unit: _Unit, work: Work, counter: int, waits: tuple[Wait, ...]) -> Task:
+    def _task(self, number: int, unit: _Unit, work: UnplacedTask, counter: int, waits: tuple[Wait, ...]) -> Task:
         label = unit.part.name if unit.layer is None else f"L{unit.layer}.{unit.part.name}"
         return Task(
             number, work.op, self._operands(work.inputs, unit.layer),

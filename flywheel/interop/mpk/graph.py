@@ -47,7 +47,7 @@ tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class MpkTensor:
     """A strided piece of the tensor `name`: `offset` in bytes, `dims` and `strides` in elements."""
 
     name: str
@@ -69,8 +69,8 @@ class MpkTask:
 
     kind: int
     variant: int
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
+    inputs: Sequence[MpkTensor]
+    outputs: Sequence[MpkTensor]
     trigger: int
     dependent: int
     metadata: tuple[int, ...]
@@ -88,7 +88,7 @@ class MpkEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """How a file is written: spaces of indentation (None: all in one line), and the text behind the last bracket."""
 
     indent: int | None
@@ -104,7 +104,7 @@ class MpkGraph:
     events: Sequence[MpkEvent]
     first_tasks: Sequence[int]
     document: Mapping[str, Any]
-    layout: Layout
+    layout: FileLayout
 
 
 def is_remote(event: int) -> bool:

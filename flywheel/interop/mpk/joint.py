@@ -19,13 +19,13 @@ from flywheel.interop.mpk.graph import (
     LAUNCHING,
     MpkGraph,
     MpkTask,
-    Tensor,
+    MpkTensor,
     is_remote,
     place_of,
     rank_of,
 )
 from flywheel.interop.mpk.kinds import KINDS, PUTS, REDUCE, kind_name
-from flywheel.interop.mpk.regions import MAX_TOUCHED, Grid, grid_of, plane_cell, rects_of
+from flywheel.interop.mpk.regions import MAX_TOUCHED, CellGrid, grid_of, plane_cell, rects_of
 from flywheel.ir.records import Wait
 from flywheel.ir.validate.sweep import Cells, Touches
 
@@ -34,7 +34,7 @@ _MAX_EVENTS: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class JointTask:
     """A task of one rank in iteration `turn`, as the proof sees it. `place` is its position in all_tasks, `sm` the
     number of its queue (None: any queue)."""
 
@@ -48,12 +48,12 @@ class Node:
     turn: int
 
 
-class Use(NamedTuple):
+class TensorUse(NamedTuple):
     """One access of a task to a piece of a tensor of rank `rank`. `part` names the part of the piece that the task's
     metadata selects; None stands for the whole piece."""
 
     rank: int
-    tensor: Tensor
+    tensor: MpkTensor
     mode: str  # "r" reads, "w" writes, "a" adds
     part: tuple[int, tuple[int, ...]] | None = None
 
@@ -63,9 +63,9 @@ class Joint:
     """All nodes, rank after rank in the order of its list, the cells that each touches, and how tensors are cut into
     cells. `gaps` lists (node, cell): tasks write the tensor that the node reads, but not this cell."""
 
-    nodes: Sequence[Node]
+    nodes: Sequence[JointTask]
     touches: Sequence[Touches]
-    grids: Sequence[Grid]
+    grids: Sequence[CellGrid]
     gaps: Sequence[tuple[int, int]]
 
     def name(self, index: int) -> str:
@@ -128,7 +128,7 @@ def _memories(aliases: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, int]]:
+def _gaps(touches: Sequence[Touches], grids: Sequence[CellGrid]) -> list[tuple[int, int]]:
     """(node, cell) of each read of cells that no task writes, in a tensor that tasks write: the first such cell."""
     written = {part for touch in touches for part in (*touch.writes, *touch.adds)}
     cells = {plane_cell(grids, cell) for part in written for cell in part}
@@ -145,7 +145,7 @@ def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, 
     return found
 
 
-def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[Node]:
+def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[JointTask]:
     """The tasks of one iteration of one rank, in the order of its list.
 
     Each iteration has queues of its own: MPK deals on where the last iteration ended, so a task may change its worker
@@ -172,7 +172,7 @@ def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[Node]:
         else:
             signal = counter_of(rank_of(task.trigger), place_of(task.trigger), turn)
         queue = None if later else ((turn << 16) + graph.rank) * workers + (place - FIRST_TASK) % workers
-        nodes.append(Node(place, kind_name(task.kind), waits[key], signal, queue, graph.rank, place, turn))
+        nodes.append(JointTask(place, kind_name(task.kind), waits[key], signal, queue, graph.rank, place, turn))
     return nodes
 
 
@@ -203,7 +203,7 @@ def mirrored(graph: MpkGraph, rank: int, ranks: int) -> MpkGraph:
         there = others[peers.index(target)] if puts and target in peers else rank
         return number & ~(0xFFFF << 32) | there << 32
 
-    def put(tensor: Tensor) -> Tensor:
+    def put(tensor: MpkTensor) -> MpkTensor:
         if len(tensor.dims) != 3:
             return tensor
         return replace(tensor, offset=tensor.offset + (rank - graph.rank) * tensor.strides[0] * tensor.item_bytes)
@@ -222,30 +222,30 @@ def mirrored(graph: MpkGraph, rank: int, ranks: int) -> MpkGraph:
     return replace(graph, rank=rank, tasks=tasks)
 
 
-def uses_of(graph: MpkGraph, task: MpkTask, ranks: frozenset[int]) -> list[Use]:
+def uses_of(graph: MpkGraph, task: MpkTask, ranks: frozenset[int]) -> list[TensorUse]:
     """The accesses of a task. A task of an unknown type counts as a writer of every tensor that it lists. A task that
     writes a piece may also read it."""
     kind, rank = KINDS.get(task.kind), graph.rank
     if kind is None:
-        return [Use(rank, tensor, "w") for tensor in (*task.inputs, *task.outputs)]
+        return [TensorUse(rank, tensor, "w") for tensor in (*task.inputs, *task.outputs)]
     part = (task.kind, task.metadata[:4]) if kind.carves and task.metadata else None
     found = []
     for place, tensor in enumerate(task.inputs):
         if task.kind == REDUCE and place == 1 and len(tensor.dims) == 3:
-            found += [Use(rank, slot, "r") for number, slot in enumerate(_slots(tensor)) if number != rank]
+            found += [TensorUse(rank, slot, "r") for number, slot in enumerate(_slots(tensor)) if number != rank]
         elif place not in kind.hidden:
-            found.append(Use(rank, tensor, "r"))
-    found += [Use(rank, task.inputs[place], "w", part) for place in kind.hidden if place < len(task.inputs)]
+            found.append(TensorUse(rank, tensor, "r"))
+    found += [TensorUse(rank, task.inputs[place], "w", part) for place in kind.hidden if place < len(task.inputs)]
     if task.kind in PUTS:
         target = rank_of(task.trigger)
         slots = [_slots(tensor)[0] if len(tensor.dims) == 3 and tensor.dims[0] else tensor for tensor in task.outputs]
-        found += [Use(target, tensor, "w") for tensor in slots if target in ranks]
+        found += [TensorUse(target, tensor, "w") for tensor in slots if target in ranks]
     else:
-        found += [Use(rank, tensor, "a" if kind.adds else "w", part) for tensor in task.outputs]
+        found += [TensorUse(rank, tensor, "a" if kind.adds else "w", part) for tensor in task.outputs]
     return [use for use in found if use.tensor.name != "nullptr"]
 
 
-def _slots(tensor: Tensor) -> list[Tensor]:
+def _slots(tensor: MpkTensor) -> list[MpkTensor]:
     """The slots, one a rank, in the buffer of an all-reduce, beginning with the slot at which the operand starts."""
     step = tensor.strides[0] * tensor.item_bytes
     return [
@@ -259,7 +259,7 @@ _Whose = tuple[int, str]
 _Part = tuple[int, tuple[int, ...]]
 
 
-def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[Grid], dict[int, list[Touches]]]:
+def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[CellGrid], dict[int, list[Touches]]]:
     ranks = frozenset(graph.rank for graph in graphs)
     uses = {graph.rank: [uses_of(graph, task, ranks) for task in graph.tasks[FIRST_TASK:]] for graph in graphs}
     parts: dict[_Whose, set[_Part]] = {}
@@ -269,7 +269,7 @@ def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[G
                 if use.mode != "r":
                     key = use.rank, aliases.get(use.tensor.name, use.tensor.name)
                     parts.setdefault(key, set()).add(use.part or (-1, ()))
-    pieces: dict[_Whose, dict[int, tuple[Tensor, int]]] = {key: {} for key in parts}  # by identity: files share tensors
+    pieces: dict[_Whose, dict[int, tuple[MpkTensor, int]]] = {key: {} for key in parts}  # by id(): files share tensors
     for listed in uses.values():
         for found in listed:
             for use in found:
@@ -292,12 +292,12 @@ def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[G
 @dataclass(frozen=True, slots=True)
 class _Cutter:
     aliases: Mapping[str, str]
-    grids: dict[_Whose, Grid]
+    grids: dict[_Whose, CellGrid]
     layers: dict[_Whose, dict[_Part, int]]
     known: dict[tuple[int, int, _Part | None], Cells]
     shared: dict[Cells, Cells]
 
-    def touches(self, found: Sequence[Use]) -> Touches:
+    def touches(self, found: Sequence[TensorUse]) -> Touches:
         by: dict[str, list[Cells]] = {"r": [], "w": [], "a": []}
         for use in found:
             key = use.rank, id(use.tensor), use.part
@@ -309,7 +309,7 @@ class _Cutter:
                 by[use.mode].append(cells)
         return Touches(by["r"], by["w"], by["a"])
 
-    def _cells(self, use: Use) -> Cells:
+    def _cells(self, use: TensorUse) -> Cells:
         key = use.rank, self.aliases.get(use.tensor.name, use.tensor.name)
         grid = self.grids.get(key)
         if grid is None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from flywheel.interop.mpk.graph import FIRST_TASK, INVALID, MpkGraph, place_of
-from flywheel.interop.mpk.joint import Node, counter_of, nodes_of
+from flywheel.interop.mpk.joint import JointTask, counter_of, nodes_of
 from flywheel.interop.mpk.kinds import PUTS, kind_name
 from flywheel.interop.mpk.timing import H200, Runtime, Timing, fill_times, walk_queues
 from flywheel.ir.firing import fire
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TypeTime:
     """All tasks of a type: how long workers waited in front of them, and how long the tasks took, in us."""
 
     name: str
@@ -62,7 +62,7 @@ def bounds_of(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> B
                   free.floor_us, free.latency_us)  # fmt: skip
 
 
-def as_far(graph: MpkGraph, workers: int) -> list[Node]:
+def as_far(graph: MpkGraph, workers: int) -> list[JointTask]:
     """The nodes of one rank. Its signals to other ranks stand for their signals to it, as if all advanced together."""
     return [
         replace(node, out_counter=counter_of(graph.rank, place_of(graph.tasks[node.place].trigger)))
@@ -72,7 +72,7 @@ def as_far(graph: MpkGraph, workers: int) -> list[Node]:
     ]
 
 
-def shares(graph: MpkGraph, timing: Timing) -> Sequence[Share]:
+def shares(graph: MpkGraph, timing: Timing) -> Sequence[TypeTime]:
     """Where the workers' time goes, by type of task, the longest first."""
     tally: dict[str, list[float]] = {}
     for span in timing.spans:
@@ -81,12 +81,12 @@ def shares(graph: MpkGraph, timing: Timing) -> Sequence[Share]:
         each[1] += timing.nbytes_of[span.node]
         each[2] += span.met_us - span.ready_us
         each[3] += span.done_us - span.met_us
-    found = [Share(name, int(n), int(nbytes), waited, ran) for name, (n, nbytes, waited, ran) in tally.items()]
+    found = [TypeTime(name, int(n), int(nbytes), waited, ran) for name, (n, nbytes, waited, ran) in tally.items()]
     return sorted(found, key=lambda share: (-share.waited_us - share.ran_us, share.name))
 
 
 @dataclass(frozen=True, slots=True)
-class HandOff:
+class TypeWait:
     """How long workers waited for the tasks of a type: the number of tasks whose event was not met yet, and the waits
     in us, None if no worker waited."""
 
@@ -98,7 +98,7 @@ class HandOff:
     max_us: float | None
 
 
-def hand_offs(graph: MpkGraph, timing: Timing) -> Sequence[HandOff]:
+def hand_offs(graph: MpkGraph, timing: Timing) -> Sequence[TypeWait]:
     """The hand-offs of each type of task, in the order of the list."""
     signalling: dict[int, dict[str, None]] = {}
     for task in graph.tasks[FIRST_TASK:]:
@@ -115,5 +115,5 @@ def hand_offs(graph: MpkGraph, timing: Timing) -> Sequence[HandOff]:
     for name, times in waits.items():
         waited = [each for each in times if each > 0]
         middle, most = (median(waited), max(waited)) if waited else (None, None)
-        found.append(HandOff(name, tuple(after[name]), len(times), len(waited), middle, most))
+        found.append(TypeWait(name, tuple(after[name]), len(times), len(waited), middle, most))
     return found

@@ -12,11 +12,11 @@ from flywheel.interop.mpk.graph import (
     BEGIN_TASK,
     FIRST_TASK,
     INVALID,
-    Layout,
+    FileLayout,
     MpkEvent,
     MpkGraph,
     MpkTask,
-    Tensor,
+    MpkTensor,
     rank_of,
 )
 from flywheel.ir.files import parse_json
@@ -43,10 +43,10 @@ _I32: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _GraphReader:
     """Reads one file, and makes equal tensors only once."""
 
-    tensors: dict[tuple[Any, ...], Tensor]
+    tensors: dict[tuple[Any, ...], MpkTensor]
 
     def task(self, place: int, item: object) -> MpkTask:
         where = f"all_tasks[{place}]"
@@ -61,7 +61,7 @@ class _Reader:
         metadata = tuple(_number(found, name, where, -_I32, _I32) for name in present)
         return MpkTask(kind, variant, inputs, outputs, trigger, dependent, metadata)
 
-    def _operands(self, items: object, where: str, most: int) -> tuple[Tensor, ...]:
+    def _operands(self, items: object, where: str, most: int) -> tuple[MpkTensor, ...]:
         if items is None:
             return ()
         if type(items) is not list:
@@ -70,7 +70,7 @@ class _Reader:
             raise IrFormatError(f"{where}: {len(items)} tensors, more than the {most} that a task holds")
         return tuple([self._tensor(item, where, place) for place, item in enumerate(items)])
 
-    def _tensor(self, item: object, where: str, place: int) -> Tensor:
+    def _tensor(self, item: object, where: str, place: int) -> MpkTensor:
         where = f"{where}[{place}]"
         found = _object(item, where, _TENSOR)
         name, dims, strides = found["base_ptr"], found["dims"], found["strides"]
@@ -84,7 +84,7 @@ class _Reader:
         key = (name, offset, sizes, steps, data_type)
         known = self.tensors.get(key)
         if known is None:
-            known = self.tensors[key] = Tensor(name, offset, sizes, steps, data_type)
+            known = self.tensors[key] = MpkTensor(name, offset, sizes, steps, data_type)
         return known
 
 
@@ -97,11 +97,11 @@ def read_graph(data: bytes) -> MpkGraph:
     return graph_of(parse_json(text), _layout(text))
 
 
-def graph_of(document: object, layout: Layout) -> MpkGraph:
+def graph_of(document: object, layout: FileLayout) -> MpkGraph:
     """The graph in a parsed file. Raises IrFormatError where it is no task graph."""
     found = _object(document, "the file", ("all_tasks", "all_events", "first_tasks"))
     items = {name: _list(found[name], name) for name in ("all_tasks", "all_events", "first_tasks")}
-    reader = _Reader({})
+    reader = _GraphReader({})
     tasks = tuple([reader.task(place, item) for place, item in enumerate(items["all_tasks"])])
     if len({len(task.metadata) for task in tasks}) > 1:
         raise IrFormatError("all_tasks: some tasks have request_id and others have not")
@@ -110,7 +110,7 @@ def graph_of(document: object, layout: Layout) -> MpkGraph:
     return MpkGraph(_rank(tasks), tasks, events, first, found, layout)
 
 
-def write_graph(document: Mapping[str, Any], layout: Layout) -> bytes:
+def write_graph(document: Mapping[str, Any], layout: FileLayout) -> bytes:
     """The bytes of a graph's file. For a graph that `read_graph` made of a file by MPK or by Python's `json`, they are
     the bytes that were read."""
     separators = (",", ":") if layout.indent is None else (",", ": ")
@@ -127,11 +127,11 @@ def _rank(tasks: tuple[MpkTask, ...]) -> int:
     return rank_of(trigger)
 
 
-def _layout(text: str) -> Layout:
+def _layout(text: str) -> FileLayout:
     body = text.rstrip()
     lines = body.split("\n", 2)
     indent = None if len(lines) == 1 else min(MAX_INDENT, len(lines[1]) - len(lines[1].lstrip(" ")))
-    return Layout(indent, text[len(body) :])
+    return FileLayout(indent, text[len(body) :])
 
 
 def _event(place: int, item: object) -> MpkEvent:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.interop.mpk.roles import Part
+from flywheel.interop.mpk.roles import RolePart
 from flywheel.ir import DType, InstructionKind
 from flywheel.ir.recipe import FINAL, Arg, Output, Recipe, RecipeBuilder
 from flywheel.models.graph import Graph, Op
@@ -15,7 +15,7 @@ _K: Final = InstructionKind
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class UnplacedTask:
     """A task without its place: operands are names of a block's tensors."""
 
     op: InstructionKind
@@ -37,14 +37,14 @@ class Recipes:
         self._vocab = step.epilogue.tensors["logits"].width
         self._known: dict[tuple[str, int], tuple[Recipe, tuple[str, ...]]] = {}
 
-    def works(self, part: Part) -> list[Work]:
+    def works(self, part: RolePart) -> list[UnplacedTask]:
         """The tasks of a part: one, but for the choice of tokens one for each sequence."""
         op = self._ops[part.name]
         if part.name == "argmax" and self._step.batch > 1:
             return [self._choice(op, row) for row in range(self._step.batch)]
         return [self._work(part, op)]
 
-    def _work(self, part: Part, op: Op) -> Work:
+    def _work(self, part: RolePart, op: Op) -> UnplacedTask:
         if part.name == "attention":
             return self._attention(part.start)
         if part.name == "silu_mul":
@@ -53,11 +53,11 @@ class Recipes:
             return self._tiled(part, self._with_residual, int(op.params["K"]))
         if op.kind is _K.GEMV_TILE:
             tile = {**op.params, "N_tile": part.rows, "n_off": part.start, **self._over}
-            return Work(self._matrix, op.inputs, (op.output,), tile, *self._cost(part.rows, op.params["K"]))
+            return UnplacedTask(self._matrix, op.inputs, (op.output,), tile, *self._cost(part.rows, op.params["K"]))
         flops = self._step.batch * int(op.params.get("hidden", 1))
-        return Work(op.kind, op.inputs, (op.output,), op.params, 0, flops)
+        return UnplacedTask(op.kind, op.inputs, (op.output,), op.params, 0, flops)
 
-    def _tiled(self, part: Part, make: Any, depth: int) -> Work:
+    def _tiled(self, part: RolePart, make: Any, depth: int) -> UnplacedTask:
         key = part.name, part.rows
         if key not in self._known:
             builder = RecipeBuilder()
@@ -66,7 +66,7 @@ class Recipes:
         recipe, inputs = self._known[key]
         after = {"o_proj": "attn_add", "down_proj": "mlp_add"}.get(part.name, part.name)
         params = {"N_tile": part.rows, "n_off": part.start, **self._over, "recipe": recipe}
-        return Work(_K.FUSED, inputs, (self._ops[after].output,), params, *self._cost(part.rows, depth))
+        return UnplacedTask(_K.FUSED, inputs, (self._ops[after].output,), params, *self._cost(part.rows, depth))
 
     def _with_residual(self, builder: RecipeBuilder, op: Op, rows: int) -> None:
         add = self._ops[{"o_proj": "attn_add", "down_proj": "mlp_add"}[op.name]]
@@ -89,7 +89,7 @@ class Recipes:
     ) -> Arg:  # fmt: skip
         return builder.step(kind, args, width, self._step.dtype, params, out, self._step.batch)
 
-    def _attention(self, stream: int) -> Work:
+    def _attention(self, stream: int) -> UnplacedTask:
         """One key-value head of one sequence: its norms and rotations, its appends, and its attention."""
         step, ops = self._step, self._ops
         width, group, dtype = step.head_dim, step.group * step.head_dim, step.dtype
@@ -116,7 +116,7 @@ class Recipes:
         window |= {} if step.batch == 1 else {"sequence": row}
         params = {**window, "N_tile": group, "n_off": stream * group, "recipe": builder.build()}
         nbytes, flops = 2 * dtype.nbytes(rows), 4 * group * step.context
-        return Work(_K.FUSED, tuple(builder.inputs), ("attn", *caches), params, nbytes, flops)
+        return UnplacedTask(_K.FUSED, tuple(builder.inputs), ("attn", *caches), params, nbytes, flops)
 
     def _headwise(self, builder: RecipeBuilder, name: str, value: Arg, width: int, turn: Arg | None = None) -> Arg:
         """The result of a norm or a rotation of one head; `turn` is the position of its sequence, if it has one."""
@@ -124,14 +124,14 @@ class Recipes:
         args = [value, *([turn] if turn is not None else map(builder.operand, op.inputs[1:]))]
         return builder.step(op.kind, args, width, self._step.dtype, op.params)
 
-    def _choice(self, op: Op, row: int) -> Work:
+    def _choice(self, op: Op, row: int) -> UnplacedTask:
         """The token of one sequence."""
         builder = RecipeBuilder()
         (name,) = op.inputs
         logits = builder.columns(name, row * self._vocab, self._vocab, DType.F32)
         builder.step(op.kind, [logits], 1, DType.I32, op.params, FINAL)
-        return Work(_K.FUSED, op.inputs, (op.output,), {"N_tile": 1, "n_off": row, "recipe": builder.build()}, 0,
-                    self._vocab)  # fmt: skip
+        params = {"N_tile": 1, "n_off": row, "recipe": builder.build()}
+        return UnplacedTask(_K.FUSED, op.inputs, (op.output,), params, 0, self._vocab)
 
     def _cost(self, rows: int, depth: int) -> tuple[int, int]:
         dtype: DType = self._step.dtype

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flywheel.interop.mpk.graph import ITEM_BYTES, Tensor
+from flywheel.interop.mpk.graph import ITEM_BYTES, MpkTensor
 from flywheel.ir.validate.sweep import Cells
 
 MAX_TOUCHED: Final = 10_000_000
@@ -29,7 +29,7 @@ _Run = tuple[int, int, int, int]
 """First byte, bytes of a row, bytes from row to row, rows."""
 
 
-def runs_of(tensor: Tensor) -> list[_Run]:
+def runs_of(tensor: MpkTensor) -> list[_Run]:
     """The rows of bytes that a piece covers. A piece of irregular form covers all bytes from its first to its last; a
     piece of elements of unknown size covers the whole tensor."""
     if 0 in tensor.dims:
@@ -65,7 +65,7 @@ def runs_of(tensor: Tensor) -> list[_Run]:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CellGrid:
     """How a tensor of a rank is cut into cells. Their numbers begin at `base`; each of the `layers` has all cells."""
 
     rank: int
@@ -109,7 +109,7 @@ class Grid:
         return self.rows[row], self.rows[row + 1], self.columns[column], self.columns[column + 1]
 
 
-def rects_of(tensor: Tensor, pitch: int | None) -> list[Rect]:
+def rects_of(tensor: MpkTensor, pitch: int | None) -> list[Rect]:
     """A piece as rectangles in a tensor with rows of `pitch` bytes; None: the tensor is one row."""
     return _rects(runs_of(tensor), pitch)
 
@@ -148,13 +148,13 @@ def _lines(start: int, end: int, pitch: int | None) -> list[Rect]:
 
 
 def grid_of(
-    whose: tuple[int, str], base: int, uses: Sequence[tuple[Tensor, int]], layers: int, most: int = MAX_TOUCHED
-) -> tuple[Grid, int]:
+    whose: tuple[int, str], base: int, uses: Sequence[tuple[MpkTensor, int]], layers: int, most: int = MAX_TOUCHED
+) -> tuple[CellGrid, int]:
     """Cut the tensor `whose`, (rank, name), along its accessed pieces. `uses` are (piece, number of accesses).
 
     Returns the grid and the number of cells that all accesses touch, at most `most` if the tensor is cut.
     """
-    whole = Grid(*whose, base, None, (), ()), sum(times for _, times in uses)
+    whole = CellGrid(*whose, base, None, (), ()), sum(times for _, times in uses)
     pieces = [(runs_of(tensor), times) for tensor, times in uses]
     pitches = {step for runs, _ in pieces for _, _, step, count in runs if count > 1}
     pitch = min(pitches, default=None)
@@ -170,14 +170,14 @@ def grid_of(
         for top, bottom, left, right in rects:
             rows.update((top, bottom))
             columns.update((left, right))
-    grid = Grid(*whose, base, pitch, sorted(rows), sorted(columns), layers)
+    grid = CellGrid(*whose, base, pitch, sorted(rows), sorted(columns), layers)
     touched = sum(_touched(grid, rects) * times for rects, times in shapes) * layers
     if rows and touched <= most:
         return grid, touched
     return whole
 
 
-def _touched(grid: Grid, rects: Sequence[Rect]) -> int:
+def _touched(grid: CellGrid, rects: Sequence[Rect]) -> int:
     return sum(
         (bisect_left(grid.rows, bottom) - bisect_left(grid.rows, top))
         * (bisect_left(grid.columns, right) - bisect_left(grid.columns, left))
@@ -185,12 +185,12 @@ def _touched(grid: Grid, rects: Sequence[Rect]) -> int:
     )
 
 
-def grid_at(grids: Sequence[Grid], cell: int) -> Grid:
+def grid_at(grids: Sequence[CellGrid], cell: int) -> CellGrid:
     """The grid that a cell belongs to; `grids` are sorted by their bases."""
     return grids[bisect_right(grids, cell, key=lambda grid: grid.base) - 1]
 
 
-def plane_cell(grids: Sequence[Grid], cell: int) -> int:
+def plane_cell(grids: Sequence[CellGrid], cell: int) -> int:
     """The cell at the same place in the first layer of its grid."""
     grid = grid_at(grids, cell)
     return cell if grid.layers == 1 else grid.base + (cell - grid.base) % grid.plane

@@ -22,7 +22,7 @@ from flywheel.interop.mpk.graph import (
     place_of,
     rank_of,
 )
-from flywheel.interop.mpk.joint import Node, counter_of, nodes_of
+from flywheel.interop.mpk.joint import JointTask, counter_of, nodes_of
 from flywheel.interop.mpk.kinds import BEGIN, PUTS
 from flywheel.interop.mpk.proof import Races, check, races_of
 from flywheel.interop.mpk.reading import graph_of
@@ -99,7 +99,7 @@ def _plan(graphs: Sequence[MpkGraph], races: Races) -> list[_Relay]:
     return []
 
 
-def _kind_of(nodes: Sequence[Node], clash: Clash) -> tuple[str, str, bool, int]:
+def _kind_of(nodes: Sequence[JointTask], clash: Clash) -> tuple[str, str, bool, int]:
     first, second = nodes[clash.first], nodes[clash.second]
     return first.label, second.label, first.rank == second.rank, second.turn - first.turn
 
@@ -153,7 +153,7 @@ class _Search:
             found.append(_Relay(first.rank, source, after, second.rank, event, name))
         return found
 
-    def _targets(self, first: Node, second: Node) -> list[int]:
+    def _targets(self, first: JointTask, second: JointTask) -> list[int]:
         """The events that `second` comes after, nearest first. Of the iteration before, they are those that its end
         awaits."""
         target = self.graphs[second.rank]

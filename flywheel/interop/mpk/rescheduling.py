@@ -49,7 +49,7 @@ LAUNCHES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class GraphSchedule:
     """A schedule of a graph: a key of ORDERS, one of EVENTS and one of LAUNCHES, and the number of workers."""
 
     order: str
@@ -64,7 +64,7 @@ def launch_of(graph: MpkGraph) -> str:
     return "just in time" if late else "ahead"
 
 
-def reschedule(graph: MpkGraph, schedule: Schedule, runtime: Runtime = H200, context: int = 512) -> MpkGraph:
+def reschedule(graph: MpkGraph, schedule: GraphSchedule, runtime: Runtime = H200, context: int = 512) -> MpkGraph:
     """The graph of one rank in another schedule; the graph itself if it already has that schedule.
 
     The graph must have passed the proof. Orders that depend on times take them from `runtime`, for `context` tokens.

@@ -15,9 +15,9 @@ from typing import Final
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.interop.mpk.explain import name_of
-from flywheel.interop.mpk.graph import FIRST_TASK, MpkGraph, MpkTask, Tensor
+from flywheel.interop.mpk.graph import FIRST_TASK, MpkGraph, MpkTask, MpkTensor
 from flywheel.interop.mpk.pieces import (
-    Piece,
+    TensorPiece,
     attention_pieces,
     choice_pieces,
     depth_of,
@@ -66,7 +66,7 @@ _READS: Final[Mapping[str, Mapping[int, str]]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RolePart:
     """A part of the operation `name`: rows of a matrix from `start` on, columns of a row, or a head."""
 
     name: str
@@ -80,7 +80,7 @@ class Doing:
 
     place: int
     layer: int | None
-    parts: tuple[Part, ...]
+    parts: tuple[RolePart, ...]
 
 
 def roles_of(graph: MpkGraph, spec: DecoderSpec) -> list[Doing]:
@@ -88,7 +88,7 @@ def roles_of(graph: MpkGraph, spec: DecoderSpec) -> list[Doing]:
 
     Raises UnsupportedModelError, which names the task, if we have no operation for it or the graph is of another model.
     """
-    reader = _Reader(graph, spec, _silu_rows(graph, spec), requests_of(graph), {}, {})
+    reader = _RoleReader(graph, spec, _silu_rows(graph, spec), requests_of(graph), {}, {})
     found = [reader.doing(place, task) for place, task in enumerate(graph.tasks[FIRST_TASK:], FIRST_TASK)]
     layers = len({doing.layer for doing in found} - {None})
     if layers < spec.n_layers:
@@ -115,7 +115,7 @@ def _silu_rows(graph: MpkGraph, spec: DecoderSpec) -> int:
 
 
 @dataclass
-class _Reader:
+class _RoleReader:
     """Walks the list of tasks. `written` holds the tensor that tasks of a role wrote last, `first` the tensor that the
     first task of a role wrote in a layer. Rows of logits are `pitch` elements apart. Tokens are chosen among `chosen`
     columns, in `choices` partial choices."""
@@ -140,7 +140,7 @@ class _Reader:
             raise self._no(place, "lists a tensor without dimensions")
         if kind in (_PARTIAL, _ARGMAX):
             self._choice(place, task, kind)
-            return Doing(place, None, (Part("argmax", 0, 1),))
+            return Doing(place, None, (RolePart("argmax", 0, 1),))
         if kind == _SILU:
             self._follow(place, task, "silu_mul")
             return Doing(place, self.layer, (self._silu(place, task),))
@@ -156,7 +156,7 @@ class _Reader:
         if kind == _NORM:
             self._check(place, task, norm_pieces(task, self.spec))
         if kind in (_EMBEDDING, _NORM):
-            return Doing(place, layer, (Part(name, 0, 1),))
+            return Doing(place, layer, (RolePart(name, 0, 1),))
         if kind == _ATTENTION:
             return Doing(place, layer, (self._attention(place, task),))
         return Doing(place, layer, tuple(self._rows(place, task, name)))
@@ -182,7 +182,7 @@ class _Reader:
             text = f"its tokens are chosen from {self.chosen} of {self.spec.vocab} columns"
             raise UnsupportedModelError(f"rank {self.graph.rank}: {text}")
 
-    def _check(self, place: int, task: MpkTask, pieces: Mapping[int, Piece]) -> None:
+    def _check(self, place: int, task: MpkTask, pieces: Mapping[int, TensorPiece]) -> None:
         """Check that operands are these pieces."""
         text = misplaced(task, pieces)
         if text is not None:
@@ -212,7 +212,7 @@ class _Reader:
             self._check(place, task, choice_pieces(self.choices, self.requests))
         self._follow(place, task, kind)
 
-    def _attention(self, place: int, task: MpkTask) -> Part:
+    def _attention(self, place: int, task: MpkTask) -> RolePart:
         spec, tensor = self.spec, task.inputs[0]
         width = (spec.n_heads // spec.n_kv_heads + 2) * spec.head_dim
         normed = len(task.inputs) > 3 and task.inputs[3].name != "nullptr"
@@ -222,16 +222,16 @@ class _Reader:
         if normed != spec.qk_norm:
             raise self._no(place, f"{'norms' if normed else 'does not norm'} queries and keys, unlike {spec.name}")
         self._check(place, task, attention_pieces(spec, self.layer, head, self.requests))
-        return Part("attention", _request(task) * spec.n_kv_heads + head, 1)
+        return RolePart("attention", _request(task) * spec.n_kv_heads + head, 1)
 
-    def _silu(self, place: int, task: MpkTask) -> Part:
+    def _silu(self, place: int, task: MpkTask) -> RolePart:
         start = _column(task.outputs[0])
         if _column(task.inputs[0]) != 2 * start or task.inputs[0].dims[-1] != 2 * self.silu_rows:
             raise self._no(place, f"does not read the {2 * self.silu_rows} columns of gate and up of what it makes")
         self._check(place, task, silu_pieces(self.spec, start, self.silu_rows, self.requests))
-        return Part("silu_mul", start, self.silu_rows)
+        return RolePart("silu_mul", start, self.silu_rows)
 
-    def _rows(self, place: int, task: MpkTask, name: str) -> list[Part]:
+    def _rows(self, place: int, task: MpkTask, name: str) -> list[RolePart]:
         spec, weight = self.spec, task.inputs[1]
         depth = depth_of(spec, name)
         if len(weight.dims) != 2 or weight.dims[1] != depth or weight.strides != (depth, 1):
@@ -249,21 +249,21 @@ class _Reader:
         if name in chunks:
             return _shuffled(chunks[name], start, rows)
         most = spec.vocab if name == "lm_head" else spec.hidden
-        return [Part(name, start, min(rows, most - start))] if start < most else []
+        return [RolePart(name, start, min(rows, most - start))] if start < most else []
 
     def _no(self, place: int, text: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{name_of(self.graph, place)}: {text}")
 
 
-def _column(tensor: Tensor) -> int:
+def _column(tensor: MpkTensor) -> int:
     """The first column of a piece of rows."""
     return tensor.offset // tensor.item_bytes % max(1, tensor.strides[0] if tensor.strides else 1)
 
 
-def _shuffled(chunks: Sequence[tuple[str, int]], start: int, rows: int) -> list[Part]:
+def _shuffled(chunks: Sequence[tuple[str, int]], start: int, rows: int) -> list[RolePart]:
     """Rows from `start` on of a matrix that alternates blocks of rows of its parts, as rows of the parts."""
     period = sum(size for _, size in chunks)
-    found: list[Part] = []
+    found: list[RolePart] = []
     at = start
     while at < start + rows:
         turn, within = divmod(at, period)
@@ -271,7 +271,7 @@ def _shuffled(chunks: Sequence[tuple[str, int]], start: int, rows: int) -> list[
         for name, size in chunks:
             if within < begin + size:
                 count = min(begin + size - within, start + rows - at)
-                found.append(Part(name, turn * size + within - begin, count))
+                found.append(RolePart(name, turn * size + within - begin, count))
                 at += count
                 break
             begin += size

@@ -16,8 +16,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.interop.mpk.graph import FIRST_TASK, ITEM_BYTES, LAUNCH, LAUNCH_MASSIVE, MpkGraph, MpkTask, Tensor
-from flywheel.interop.mpk.joint import Node, counter_of
+from flywheel.interop.mpk.graph import FIRST_TASK, ITEM_BYTES, LAUNCH, LAUNCH_MASSIVE, MpkGraph, MpkTask, MpkTensor
+from flywheel.interop.mpk.joint import JointTask, counter_of
 from flywheel.interop.mpk.kinds import KINDS, Cost
 from flywheel.interop.mpk.regions import runs_of
 
@@ -90,7 +90,7 @@ _JUST_IN_TIME: Final = (LAUNCH, LAUNCH_MASSIVE)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WorkerSpan:
     """A task on a worker: the times, in us, at which the worker looks at it, its event is met, its pipeline is filled
     and it streams its bytes, and it is done. `node` is its position."""
 
@@ -109,7 +109,7 @@ class Timing:
 
     latency_us: float
     floor_us: float
-    spans: Sequence[Span]
+    spans: Sequence[WorkerSpan]
     nbytes_of: Sequence[int]
 
 
@@ -140,11 +140,11 @@ def _streamed(task: MpkTask, context: int, written: Set[str]) -> int:
     return sum(_nbytes(tensor) for tensor in task.inputs if tensor.name not in written)
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor: MpkTensor) -> int:
     return sum(width * count for _, width, _, count in runs_of(tensor)) if tensor.data_type in ITEM_BYTES else 0
 
 
-def walk_queues(graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, context: int) -> Timing:
+def walk_queues(graph: MpkGraph, nodes: Sequence[JointTask], runtime: Runtime, context: int) -> Timing:
     """The timeline of one iteration of one rank. Its nodes stand in the queues of `runtime.workers` workers and have
     passed the proof for that number.
 
@@ -159,7 +159,7 @@ class _Walk:
     """Simulates workers by discrete events. Workers that stream share the bandwidth evenly, so one odometer counts the
     bytes of a stream: a stream of n bytes that begins when the odometer shows b ends when it shows b + n."""
 
-    def __init__(self, graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, context: int) -> None:
+    def __init__(self, graph: MpkGraph, nodes: Sequence[JointTask], runtime: Runtime, context: int) -> None:
         self._nodes, self._runtime = nodes, runtime
         self.nbytes = streamed_bytes(graph, context)
         self._fill_us = fill_times(graph, runtime, context)
@@ -180,7 +180,7 @@ class _Walk:
         self._streams: list[tuple[float, int, int]] = []  # (odometer at the end, node, worker)
         self._odometer = self._now = 0.0
         self._looked: dict[int, tuple[float, float]] = {}
-        self.spans: list[Span] = []
+        self.spans: list[WorkerSpan] = []
 
     def run(self) -> float:
         """Time at which the last task is done."""
@@ -243,7 +243,7 @@ class _Walk:
 
     def _finish(self, index: int, worker: int) -> None:
         ready_us, met_us = self._looked.pop(index)
-        self.spans.append(Span(index, worker, ready_us, met_us, met_us + self._fill_us[index], self._now))
+        self.spans.append(WorkerSpan(index, worker, ready_us, met_us, met_us + self._fill_us[index], self._now))
         counter = self._nodes[index].out_counter
         self._left[counter] -= 1
         if not self._left[counter]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from typing import Final
 
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
-from flywheel.ir.layers import Layered, Layers
+from flywheel.ir.layers import LayeredTable, Layers
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, PageAllocation
 from flywheel.ir.repeating import repeated
@@ -29,7 +29,7 @@ def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | N
     """
     runs, buffers = program.tasks, program.buffers
     assert isinstance(runs, Runs)
-    assert isinstance(buffers, Layered)
+    assert isinstance(buffers, LayeredTable)
     if not _are_placed(runs.used_sms, program):
         return None
     if program.pages is not None and not _fit_pages(buffers, program.pages):
@@ -50,7 +50,7 @@ def _are_placed(used: Set[int], program: MegakernelProgram) -> bool:
     return not used or (min(used) >= 0 and (program.target is None or max(used) < program.target.num_sms))
 
 
-def _fit_pages(buffers: Layered[Buffer], pages: PageAllocation) -> bool:
+def _fit_pages(buffers: LayeredTable[Buffer], pages: PageAllocation) -> bool:
     """Whether each paged buffer is an activation that fits its page."""
     if any(page.space in PER_SM_SPACES for page in pages.pages):
         return False

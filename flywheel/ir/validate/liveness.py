@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flywheel.ir.firing import stuck_in_queues
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
-from flywheel.ir.steps import Step
+from flywheel.ir.steps import ProofTask
 from flywheel.ir.validate.findings import MAX_FINDINGS, Findings
 
 
@@ -37,7 +37,7 @@ def _check_wait(task: Task, counter: int, threshold: int, count: int, known: set
         findings.error("partial-join", f"{where}, but any of its {count} producers may be the first to signal", task.id)
 
 
-def check_queues(tasks: Sequence[Step], order: Sequence[int], findings: Findings) -> None:
+def check_queues(tasks: Sequence[ProofTask], order: Sequence[int], findings: Findings) -> None:
     """Check that all serial SM queues drain, in list order. They always do where the list is in a topological order."""
     if order == range(len(tasks)):
         return

@@ -14,7 +14,7 @@ from typing import Final
 
 from flywheel.ir.clocks import QueueOrder
 from flywheel.ir.order import HappensBefore
-from flywheel.ir.steps import Step
+from flywheel.ir.steps import ProofTask
 
 Cells = tuple[int, ...]
 """Numbers of cells. Accesses to the same memory share one tuple."""
@@ -58,7 +58,7 @@ _By = dict[int, list[int]]
 
 
 def sweep(
-    steps: Sequence[Step],
+    steps: Sequence[ProofTask],
     order: Sequence[int],
     before: HappensBefore,
     touches: Sequence[Touches],
@@ -91,7 +91,7 @@ class _State:
     __slots__ = ("_adding", "_base", "_before", "_live", "_queues", "_readers", "_steps", "_writers", "swept")
 
     def __init__(
-        self, steps: Sequence[Step], before: HappensBefore, touches: Sequence[Touches], queues: QueueOrder | None
+        self, steps: Sequence[ProofTask], before: HappensBefore, touches: Sequence[Touches], queues: QueueOrder | None
     ) -> None:
         written = {cell for touch in touches for part in (*touch.writes, *touch.adds) for cell in part}
         self._steps, self._before, self._queues = steps, before, queues

@@ -23,7 +23,7 @@ TRIED_FIRST: Final = "what a search tries first"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenConfig:
     """A config, and its origin in words."""
 
     config: ScheduleConfig
@@ -70,7 +70,7 @@ def notes_of_work(workload: Workload, schedule: Schedule | None, **asked: object
     return () if schedule is not None else notes_of_defaults(settled, asked)
 
 
-def choose_schedule(workload: Workload, store: str | None = None) -> Chosen:
+def choose_schedule(workload: Workload, store: str | None = None) -> ChosenConfig:
     """The best measured schedule that a store (a URL or file) has of the workload, else the shipped one for it, else
     the schedule that a search tries first. One that this version does not lower gives way to the next. Raises
     StoreError."""
@@ -81,12 +81,12 @@ def choose_schedule(workload: Workload, store: str | None = None) -> Chosen:
         except ConfigError as error:
             why += f"; the {known.words.partition(',')[0]} does not fit: {error}"
         else:
-            return Chosen(known.config, known.words + why)
+            return ChosenConfig(known.config, known.words + why)
     space = make_space(workload)
-    return Chosen(space.to_config(space.known_good()[0]), TRIED_FIRST + why)
+    return ChosenConfig(space.to_config(space.known_good()[0]), TRIED_FIRST + why)
 
 
-def choose_shipped(workload: Workload) -> Chosen:
+def choose_shipped(workload: Workload) -> ChosenConfig:
     """The shipped schedule of the workload. Raises UnknownNameError where none is shipped."""
     shipped = _shipped(workload)
     if shipped is None:
@@ -95,7 +95,7 @@ def choose_shipped(workload: Workload) -> Chosen:
     return shipped
 
 
-def _known(workload: Workload, store: str | None) -> Iterator[Chosen]:
+def _known(workload: Workload, store: str | None) -> Iterator[ChosenConfig]:
     """Schedules that were measured, in the order in which they are taken."""
     best = None if store is None else _best_of(workload, store)
     if best is not None:
@@ -105,15 +105,15 @@ def _known(workload: Workload, store: str | None) -> Iterator[Chosen]:
         yield shipped
 
 
-def _shipped(workload: Workload) -> Chosen | None:
+def _shipped(workload: Workload) -> ChosenConfig | None:
     fit = find_shipped(workload)
     if fit is None:
         return None
     found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
-    return Chosen(fit.config, f"shipped schedule {fit.shipped.stem}, {found}")
+    return ChosenConfig(fit.config, f"shipped schedule {fit.shipped.stem}, {found}")
 
 
-def _best_of(workload: Workload, url: str) -> Chosen | None:
+def _best_of(workload: Workload, url: str) -> ChosenConfig | None:
     """The best measured schedule of the workload in a store; None if there is none."""
     from flywheel.search.knowledge.known import best_of_work
     from flywheel.store.sql import open_store
@@ -123,4 +123,4 @@ def _best_of(workload: Workload, url: str) -> Chosen | None:
     if row is None:
         return None
     words = f"trial {row.trial} of campaign {row.campaign}, measured {row.latency_us:,.1f} us"
-    return Chosen(config_from_dict(json.loads(row.config)), words)
+    return ChosenConfig(config_from_dict(json.loads(row.config)), words)

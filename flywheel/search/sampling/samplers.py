@@ -70,7 +70,7 @@ _STATELESS: Final = frozenset({"descent", "local"})
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Steering:
     """The predictions that steer a sampler whose trials are measured.
 
     `foresee` predicts parameters: `budget` of them before the first proposal, from `starts` on. `expect` announces
@@ -83,7 +83,7 @@ class Measured:
     expect: Expect = lambda parameters: None
 
 
-def make_sampler(name: str, seed: int, known: int, measured: Measured | None = None) -> BaseSampler:
+def make_sampler(name: str, seed: int, known: int, measured: Steering | None = None) -> BaseSampler:
     """The sampler `name` for a campaign of `known` trials, so that a resumed campaign does not repeat its first draws.
 
     Without `measured`, trials are predicted, and sampler `descent` descends on the trials themselves.

@@ -18,7 +18,7 @@ from flywheel.ir import ScheduleConfig
 from flywheel.process import one_blas_thread, one_torch_thread, while_wanted
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.sampling.foresight import Foresight
-from flywheel.search.sampling.samplers import ORDER_AWARE, Measured, make_sampler, uses_torch
+from flywheel.search.sampling.samplers import ORDER_AWARE, Steering, make_sampler, uses_torch
 from flywheel.search.space import Dimension, Space
 
 Ask = tuple[Trial, dict[str, Value]]
@@ -90,9 +90,9 @@ class CampaignStudy:
         for choice, objective in known:
             self.add(choice, objective)
 
-    def _measured(self, foresight: Foresight | None) -> Measured:
+    def _measured(self, foresight: Foresight | None) -> Steering:
         if foresight is None:
-            return Measured()
+            return Steering()
         space = self._space
         assert isinstance(space, Space)
         fixed = {d.name: d.values[0] for d in space.dimensions}
@@ -108,7 +108,7 @@ class CampaignStudy:
             foresight.expect(configs(asked))
 
         starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in space.known_good()]
-        return Measured(foresee, starts, foresight.budget, expect)
+        return Steering(foresee, starts, foresight.budget, expect)
 
     def enqueue(self, choice: Choice) -> None:
         """Queue `choice` for the next `ask`."""

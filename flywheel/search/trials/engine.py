@@ -14,7 +14,7 @@ from flywheel.search.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class EvaluationSetup:
     """What an evaluation needs beside its config."""
 
     workload: Workload
@@ -22,7 +22,7 @@ class Bench:
     measure: Measure
 
 
-class Engine(Protocol):
+class TrialEngine(Protocol):
     """Evaluates configs, up to `width` at a time."""
 
     @property
@@ -53,7 +53,7 @@ class InlineEngine:
 
     width = 1
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: EvaluationSetup) -> None:
         self._bench = bench
 
     def submit(
@@ -63,7 +63,7 @@ class InlineEngine:
         rounds: int = 1,
         limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
-        """As `Engine.submit`. The evaluation runs when the result is called."""
+        """As `TrialEngine.submit`. The evaluation runs when the result is called."""
         return lambda: _evaluate(config, self._bench)
 
     def __enter__(self) -> Self:
@@ -75,6 +75,6 @@ class InlineEngine:
         """Do nothing: nothing has to end."""
 
 
-def _evaluate(config: ScheduleConfig, bench: Bench) -> Evaluation:
+def _evaluate(config: ScheduleConfig, bench: EvaluationSetup) -> Evaluation:
     with no_collector():
         return evaluate(config, bench.workload, bench.seen, bench.measure)

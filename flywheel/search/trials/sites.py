@@ -23,7 +23,7 @@ from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.trials import measuring, predicting
 from flywheel.search.trials.device import missing_modules, settle_measure
-from flywheel.search.trials.engine import Bench, Engine, InlineEngine
+from flywheel.search.trials.engine import EvaluationSetup, InlineEngine, TrialEngine
 from flywheel.search.trials.fleet import Fleet
 from flywheel.search.trials.forks import jobs_of
 from flywheel.search.trials.host import Host
@@ -118,7 +118,7 @@ def _workers(wanted: int, there: int, where: str, what: str) -> int:
 @contextmanager
 def open_engine(
     spec: CampaignSpec, site: Site, workload: Workload, store: Store, predictor: Predictor = STOCK
-) -> Iterator[tuple[Engine, Environment]]:
+) -> Iterator[tuple[TrialEngine, Environment]]:
     """An engine at a site, and the environment of its hosts, or of this process if processes of this machine predict.
 
     `spec.measure` must be the site's. Raises the error of a host that cannot start, if it measures or is on Ray.
@@ -126,7 +126,7 @@ def open_engine(
     gpu = workload.gpu
     if spec.measure == "predict" and spec.engine == "local" and (spec.workers or jobs_of(spec.jobs)) == 1:
         seen = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
-        bench = Bench(workload, seen, partial(predicting.predict_outcome, predictor=predictor))
+        bench = EvaluationSetup(workload, seen, partial(predicting.predict_outcome, predictor=predictor))
         with InlineEngine(bench) as engine:
             yield engine, capture_environment()
         return

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from flywheel.measure.latency import GpuState
-from flywheel.measure.tenants import Presence, Tenant
+from flywheel.measure.tenants import GpuPresence, Tenant
 
 _T = TypeVar("_T")
 
@@ -58,7 +58,7 @@ def read_state(pci_bus_id: str) -> GpuState:
     )
 
 
-def read_presence(gpu: str, at_work: bool = True) -> Presence:
+def read_presence(gpu: str, at_work: bool = True) -> GpuPresence:
     """Who is on a GPU, which is a PCI address or a UUID, and what it does. Without NVML nothing is known.
 
     This process and its descendants are no others; `at_work` says whether any of them is on the GPU. Processes that
@@ -66,7 +66,7 @@ def read_presence(gpu: str, at_work: bool = True) -> Presence:
     """
     nvml, handle = _device(gpu)
     if handle is None:
-        return Presence()
+        return GpuPresence()
     memory = _told(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     rates = _told(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     return replace(
@@ -85,7 +85,7 @@ def throttle_names(bits: int) -> str:
     return ",".join(name for bit, name in THROTTLE_REASONS.items() if bits & bit) or "none"
 
 
-def _others(nvml: Any, handle: Any, at_work: bool = True) -> Presence:
+def _others(nvml: Any, handle: Any, at_work: bool = True) -> GpuPresence:
     """The processes beside this one's family, and how many of them compute.
 
     If NVML lists none of this family, one of those that it lists is of this family if it is `at_work`, so one counts as
@@ -93,7 +93,7 @@ def _others(nvml: Any, handle: Any, at_work: bool = True) -> Presence:
     """
     listed = _told(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     if listed is None or (at_work and not listed):
-        return Presence()
+        return GpuPresence()
     held = {int(each.pid): each.usedGpuMemory for each in listed}
     family = [pid for pid in held if _is_ours(pid)]
     theirs = [pid for pid in held if pid not in family]
@@ -105,7 +105,7 @@ def _others(nvml: Any, handle: Any, at_work: bool = True) -> Presence:
         Tenant(pid, _name(pid), held[pid], None if busy is None else busy.get(pid, 0)) for pid in theirs
     )
     computing = [each for each in others if each.busy_percent != 0]
-    return Presence(others, max(0, len(computing) - ours), mixed=ours > 0)
+    return GpuPresence(others, max(0, len(computing) - ours), mixed=ours > 0)
 
 
 def _busy(nvml: Any, handle: Any) -> Mapping[int, int] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from threading import Event
 from time import monotonic
 
-from flywheel.measure.tenants import Attendant, Presence, together
+from flywheel.measure.tenants import Attendant, GpuPresence, together
 from flywheel.vm.gpu.nvml import read_presence
 from flywheel.vm.watching import tell
 
@@ -18,7 +18,7 @@ def attendant(gpus: Sequence[str], pause: Callable[[float], bool] | None = None)
     `pause` is as `Attendant` takes it; without it, this thread sleeps.
     """
 
-    def read() -> Presence:
-        return together([read_presence(gpu) for gpu in gpus] or [Presence()])
+    def read() -> GpuPresence:
+        return together([read_presence(gpu) for gpu in gpus] or [GpuPresence()])
 
     return Attendant(read, tell, pause or Event().wait, monotonic)

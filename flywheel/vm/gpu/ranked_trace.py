@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from flywheel.ir import Task
-from flywheel.plan.ranks import Part
+from flywheel.plan.ranks import RankPart
 from flywheel.vm.gpu.trace import Exchange, LaunchTrace, PhaseSpan, TracedTask
 from flywheel.vm.pack import PackedProgram
 
@@ -45,13 +45,13 @@ def join_traces(packed: Sequence[PackedProgram], traces: Sequence[LaunchTrace]) 
     )
 
 
-def _part_of(packed: PackedProgram) -> Part:
+def _part_of(packed: PackedProgram) -> RankPart:
     assert packed.part is not None
     return packed.part
 
 
 def _exchanges(
-    parts: Sequence[Part], traces: Sequence[LaunchTrace], rank: int
+    parts: Sequence[RankPart], traces: Sequence[LaunchTrace], rank: int
 ) -> Iterator[tuple[int, TracedTask, TracedTask]]:
     """(rank, producer there, reader here) of each summand, of any GPU, that a task of GPU `rank` reads where it
     arrives."""

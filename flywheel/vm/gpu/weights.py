@@ -16,7 +16,7 @@ from flywheel.ir import Buffer, DType
 from flywheel.plan.formats import coded_bytes
 from flywheel.plan.kernels import arch_name
 from flywheel.plan.staging import FRAGMENT_ROWS
-from flywheel.plan.step import Coded
+from flywheel.plan.step import MatrixCoding
 from flywheel.vm.abi import Layout
 from flywheel.vm.elements import stored
 from flywheel.vm.gpu.driver import Gpu, Memory
@@ -93,7 +93,7 @@ class ResidentWeights:
                 self._gpu.upload(memory, array)
         return memory.address
 
-    def put_units(self, name: str, coded: Coded, parts: Sequence[tuple[int | npt.NDArray[Any], Buffer]]) -> int:
+    def put_units(self, name: str, coded: MatrixCoding, parts: Sequence[tuple[int | npt.NDArray[Any], Buffer]]) -> int:
         """Put a quantised matrix, its scales and its zero points, if any, as Layout.UNITS; return the device address.
 
         `parts` are (source, buffer) pairs; `put` says what a source is. Raises as `put` does.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flywheel.ir import ABI_MAX_INPUTS, Buffer, InstructionKind
 from flywheel.plan.nodes import Node
-from flywheel.plan.ranks import Part
+from flywheel.plan.ranks import RankPart
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import FRAGMENT_ROWS
 from flywheel.plan.step import ABSENT, adds_columns
@@ -32,7 +32,7 @@ def take_sums(
     routines: Sequence[Routine],
     node_of: npt.NDArray[np.int64],
     buffers: Sequence[Buffer],
-    part: Part,
+    part: RankPart,
     pass_blocks: int,
 ) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
     """Flag the products that add (ADDS). Returns (the instructions that are left without the sums that they add, `sums`

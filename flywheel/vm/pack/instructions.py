@@ -12,9 +12,9 @@ import numpy.typing as npt
 from flywheel.ir import PARAM_FIELDS, Wait
 from flywheel.plan.formats import Scales
 from flywheel.plan.nodes import Node
-from flywheel.plan.ranks import Part
+from flywheel.plan.ranks import RankPart
 from flywheel.plan.routine import Routine
-from flywheel.plan.step import ABSENT, Coded
+from flywheel.plan.step import ABSENT, MatrixCoding
 from flywheel.vm.abi import PEERS_SHIFT, InstructionFlag, Layout, numpy_struct
 from flywheel.vm.pack.stream import expand
 from flywheel.vm.pack.template import Template
@@ -65,19 +65,19 @@ def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
     return table
 
 
-def peer_flags(part: Part) -> npt.NDArray[np.uint32]:
+def peer_flags(part: RankPart) -> npt.NDArray[np.uint32]:
     """For each task of a part, in order: flags for the ranks that its result goes to, and how it is sent."""
     kind = np.where(part.pushes, InstructionFlag.PUSHES, InstructionFlag.SENDS).astype(np.uint32)
     return np.where(part.peers != 0, part.peers << np.uint32(PEERS_SHIFT) | kind, np.uint32(0))
 
 
-def other_ranks(part: Part) -> np.uint32:
+def other_ranks(part: RankPart) -> np.uint32:
     """Flags for sending a task's result to all other ranks."""
     return np.uint32(((1 << part.ranks) - 1 - (1 << part.rank)) << PEERS_SHIFT)
 
 
 def weight_layouts(
-    nodes: Sequence[Node], routines: Sequence[Routine], coded: Mapping[int, Coded]
+    nodes: Sequence[Node], routines: Sequence[Routine], coded: Mapping[int, MatrixCoding]
 ) -> dict[int, Layout]:
     """Row of a buffer with a product's weights -> its layout."""
     weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]

@@ -35,7 +35,7 @@ def buffer_table(
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class ArenaLayout:
     """The byte offset of each activation, output and input by row, and the size of the allocation.
 
     The awaited buffers come first and take `awaited_bytes`. Their second set follows at the end.
@@ -46,7 +46,7 @@ class Arena:
     awaited_bytes: int
 
 
-def place_buffers(program: MegakernelProgram, awaited: Collection[int], away: Collection[int] = ()) -> Arena:
+def place_buffers(program: MegakernelProgram, awaited: Collection[int], away: Collection[int] = ()) -> ArenaLayout:
     """The arena of a program, without buffers that are `away`. Buffers of one page share its bytes.
 
     Buffers that a launch writes come before its inputs.
@@ -71,4 +71,4 @@ def place_buffers(program: MegakernelProgram, awaited: Collection[int], away: Co
             nbytes = buffer.nbytes if page is None else sizes[page]
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
         awaited_bytes = awaited_bytes or end
-    return Arena(offsets, end, awaited_bytes if awaited else 0)
+    return ArenaLayout(offsets, end, awaited_bytes if awaited else 0)

@@ -18,10 +18,10 @@ from flywheel.plan import KernelVariant
 from flywheel.plan.handoff import columns_of
 from flywheel.plan.nodes import Grouping, Node
 from flywheel.plan.program import Plan, make_plan
-from flywheel.plan.ranks import Part
+from flywheel.plan.ranks import RankPart
 from flywheel.plan.routine import Routine
 from flywheel.plan.routines import routines_of
-from flywheel.plan.step import ABSENT, Coded
+from flywheel.plan.step import ABSENT, MatrixCoding
 from flywheel.vm.abi import InstructionFlag, Layout
 from flywheel.vm.pack.adding import take_sums
 from flywheel.vm.pack.best import best_flags
@@ -34,7 +34,7 @@ from flywheel.vm.pack.instructions import (
     picked,
     weight_layouts,
 )
-from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, place_buffers
+from flywheel.vm.pack.memory import ALIGNMENT, ArenaLayout, buffer_table, place_buffers
 from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, spread_chunks
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
 
@@ -65,14 +65,14 @@ class PackedProgram:
     n_counters: int
     workspace_stride: int
     pass_blocks: int
-    arena: Arena
-    coded: Mapping[int, Coded]
+    arena: ArenaLayout
+    coded: Mapping[int, MatrixCoding]
     """Row of a quantised matrix's buffer -> its format, with the rows of its scales and zero points."""
     last_position: int | None
     """The position of lane 0 that the program was lowered for; None if no task has a position."""
     fixed_position: str | None
     """The name of a task whose recipe fixes a param that depends on the position; None if there is none."""
-    part: Part | None = None
+    part: RankPart | None = None
     """Which GPU of several these tables are for; None for a program of one GPU."""
     arrivals: int = ABSENT
     """Row of the logits that arrive from other GPUs. No task reads them, since each GPU sends the maximum of its own

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import UNIT_ALIGNMENT, UNIT_GROUPS, UNIT_K
 from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS
-from flywheel.plan.step import Coded
+from flywheel.plan.step import MatrixCoding
 from flywheel.vm.abi import (
     FORMAT_SHIFT,
     TAIL_SHIFT,
@@ -100,7 +100,7 @@ def spread_chunks(
     return spread
 
 
-def blocks_of(coded: Mapping[int, Coded], fragment_bytes: int, buffers: int) -> Rows:
+def blocks_of(coded: Mapping[int, MatrixCoding], fragment_bytes: int, buffers: int) -> Rows:
     """For each matrix buffer: the fragments along K of a K block, their bytes, and the number of its format."""
     blocks = np.zeros(buffers, [("fragments", "i8"), ("nbytes", "i8"), ("format", "i8")])
     blocks["fragments"], blocks["nbytes"] = 1, fragment_bytes

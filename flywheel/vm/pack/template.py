@@ -18,7 +18,7 @@ from flywheel.plan.operands import Held, Staging
 from flywheel.plan.placing import Placement
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS, operand_stride
-from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, adds_columns, look, names_columns, x_rows
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, adds_columns, look, names_columns, x_rows
 from flywheel.vm.abi import InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.stream import chunking
@@ -91,7 +91,7 @@ def _flag(table: npt.NDArray[np.void], places: Iterable[int], flag: StepFlag) ->
     table["flags"][list(places)] |= np.uint32(flag)
 
 
-def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence[Step]) -> None:
+def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence[PlannedStep]) -> None:
     """Flag how matrix steps find a staged operand, and which step announces it."""
     first, *others = staging.steps
     _flag(table, [first], StepFlag.X_IN_PLACE if staging.in_place else StepFlag.STAGE)
@@ -151,7 +151,7 @@ def _instruction_flags(form: Form) -> InstructionFlag:
     return flags
 
 
-def _fill(row: np.void, step: Step, form: Form) -> None:
+def _fill(row: np.void, step: PlannedStep, form: Form) -> None:
     """Fill the fields that steps of every kind have."""
     row["op"], row["n_args"] = step.op, len(step.args)
     row["args"] = ABSENT
@@ -162,7 +162,7 @@ def _fill(row: np.void, step: Step, form: Form) -> None:
         row["params"][name] = step.params[name]
 
 
-def _fill_product(product: np.void, step: Step, rows: int, dtype: DType, variant: KernelVariant) -> None:
+def _fill_product(product: np.void, step: PlannedStep, rows: int, dtype: DType, variant: KernelVariant) -> None:
     kblocks = -(-step.depth // FRAGMENT_K)
     coding = None if step.coded is None else step.coded.coding
     k, block_bytes = (FRAGMENT_K, fragment_bytes(dtype)) if coding is None else (UNIT_K, coding.unit_bytes)
@@ -174,7 +174,7 @@ def _fill_product(product: np.void, step: Step, rows: int, dtype: DType, variant
     product["epilogue"], product["epilogue_arg"] = step.epilogue, step.other
 
 
-def _flags(step: Step, form: Form) -> int:
+def _flags(step: PlannedStep, form: Form) -> int:
     flags = StepFlag(0)
     for names in (_OWN, _OPTIONAL):
         for name, flag in names.items():
@@ -187,7 +187,7 @@ def _flags(step: Step, form: Form) -> int:
     return flags
 
 
-def _around(step: Step, before: Sequence[Step], form: Form) -> tuple[int, int, int]:
+def _around(step: PlannedStep, before: Sequence[PlannedStep], form: Form) -> tuple[int, int, int]:
     """(elements before, along, after) the dimension of a softmax."""
     shape = look(step.args[0], before, form).shape
     dim = step.params.get("dim", -1)

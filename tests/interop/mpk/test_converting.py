@@ -16,7 +16,7 @@ from flywheel.errors import NoGpuError, UnsupportedModelError
 from flywheel.interop.mpk.converting import convert
 from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.reading import read_graph
-from flywheel.interop.mpk.rescheduling import Schedule, reschedule
+from flywheel.interop.mpk.rescheduling import GraphSchedule, reschedule
 from flywheel.ir import TARGETS, DType, InstructionKind, MegakernelProgram, validate
 from flywheel.judge.verdicts import verify
 from flywheel.models.spec import DecoderSpec
@@ -82,8 +82,8 @@ def test_tiles_joins_and_queues_are_those_of_the_graph(graph: Graphs) -> None:
 
 
 def test_a_rescheduled_graph_is_converted_in_its_order(graph: Graphs) -> None:
-    moved = reschedule(graph("micro_2layer"), Schedule("turned", "given", "ahead", 128))
-    late = reschedule(graph("micro_2layer"), Schedule("given", "given", "just in time", 128))
+    moved = reschedule(graph("micro_2layer"), GraphSchedule("turned", "given", "ahead", 128))
+    late = reschedule(graph("micro_2layer"), GraphSchedule("given", "given", "just in time", 128))
     plain = convert(graph("micro_2layer"), MICRO, H200, CONTEXT, DType.F32)
     for each in (moved, late):
         program = convert(each, MICRO, H200, CONTEXT, DType.F32)

@@ -16,7 +16,7 @@ from flywheel.interop.mpk.graph import INVALID, MpkGraph, event_id, is_remote, p
 from flywheel.interop.mpk.predicting import bounds_of, predict_step
 from flywheel.interop.mpk.proof import check
 from flywheel.interop.mpk.reading import METADATA, read_graph, write_graph
-from flywheel.interop.mpk.rescheduling import LAUNCHES, Schedule, reschedule
+from flywheel.interop.mpk.rescheduling import LAUNCHES, GraphSchedule, reschedule
 from flywheel.ir import TARGETS
 from flywheel.models.spec import DecoderSpec
 
@@ -140,7 +140,7 @@ def _used(found: MpkGraph) -> None:
     """What is made of a graph that the proof accepts is made without an error, or refused in a line."""
     bounds_of(found)
     for launch in LAUNCHES:
-        moved = reschedule(found, Schedule("met", "split", launch, 8))
+        moved = reschedule(found, GraphSchedule("met", "split", launch, 8))
         assert predict_step(moved, workers=8).latency_us > 0
     try:
         convert(found, MICRO, TARGETS["h200"], 16)

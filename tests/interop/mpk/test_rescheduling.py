@@ -12,7 +12,7 @@ from flywheel.interop.mpk.graph import LAUNCH_MASSIVE, MpkGraph
 from flywheel.interop.mpk.grouping import components
 from flywheel.interop.mpk.predicting import bounds_of, predict_step
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.rescheduling import LAUNCHES, ORDERS, Schedule, launch_of, reschedule
+from flywheel.interop.mpk.rescheduling import LAUNCHES, ORDERS, GraphSchedule, launch_of, reschedule
 from flywheel.interop.mpk.timing import H200
 
 SAFE = ["micro_2layer", "tinysplit"]
@@ -42,7 +42,7 @@ def join_silu(document: dict[str, Any]) -> None:
 def test_every_schedule_of_a_safe_graph_is_safe(
     graph: Callable[..., MpkGraph], name: str, order: str, launch: str
 ) -> None:
-    made = reschedule(graph(name), Schedule(order, "split", launch, 128))
+    made = reschedule(graph(name), GraphSchedule(order, "split", launch, 128))
     result = check([made])
     assert result.ok, result.report()
     assert launch_of(made) == launch
@@ -51,8 +51,8 @@ def test_every_schedule_of_a_safe_graph_is_safe(
 
 def test_the_schedule_of_a_file_leaves_it_as_it_is(graph: Callable[..., MpkGraph]) -> None:
     found = graph("micro_2layer")
-    assert reschedule(found, Schedule("given", "given", "ahead", 96)) is found
-    moved = reschedule(found, Schedule("turned", "given", "ahead", 96))
+    assert reschedule(found, GraphSchedule("given", "given", "ahead", 96)) is found
+    moved = reschedule(found, GraphSchedule("turned", "given", "ahead", 96))
     assert moved.document != found.document
 
 
@@ -60,9 +60,9 @@ def test_what_was_launched_ahead_is_so_again_after_it_was_launched_just_in_time(
     graph: Callable[..., MpkGraph],
 ) -> None:
     found = graph("micro_2layer")
-    late = reschedule(found, Schedule("given", "given", "just in time", 128))
+    late = reschedule(found, GraphSchedule("given", "given", "just in time", 128))
     assert LAUNCH_MASSIVE in {event.kind for event in late.events}
-    early = reschedule(late, Schedule("given", "given", "ahead", 128))
+    early = reschedule(late, GraphSchedule("given", "given", "ahead", 128))
     assert early.document == found.document
 
 
@@ -75,7 +75,7 @@ def test_events_that_a_compiler_had_joined_are_split_to_what_they_were(graph: Ca
     whole, joined = graph("micro_2layer"), graph("micro_2layer", join_silu)
     assert check([joined]).ok
     assert len(components(joined)) == 2
-    split = reschedule(joined, Schedule("given", "split", "ahead", 128))
+    split = reschedule(joined, GraphSchedule("given", "split", "ahead", 128))
     assert check([split]).ok
     assert Counter(event.triggers for event in split.events) >= Counter(event.triggers for event in whole.events)
     assert predict_step(split).latency_us == pytest.approx(predict_step(whole).latency_us)
@@ -87,12 +87,12 @@ def test_no_schedule_is_faster_than_the_bounds(graph: Callable[..., MpkGraph]) -
         found = graph(name)
         bounds = bounds_of(found)
         for order in ORDERS:
-            timing = predict_step(reschedule(found, Schedule(order, "given", "ahead", 128)))
+            timing = predict_step(reschedule(found, GraphSchedule(order, "given", "ahead", 128)))
             assert timing.latency_us >= max(bounds.path_us, bounds.load_us, bounds.floor_us) - 1e-6
 
 
 def test_launches_just_in_time_cost_what_schedulers_take(graph: Callable[..., MpkGraph]) -> None:
-    late = reschedule(graph("tiny"), Schedule("given", "given", "just in time", 128))
+    late = reschedule(graph("tiny"), GraphSchedule("given", "given", "just in time", 128))
     timing = predict_step(late)
     slow = timing.latency_us
     assert slow > predict_step(graph("tiny")).latency_us
@@ -104,4 +104,4 @@ def test_launches_just_in_time_cost_what_schedulers_take(graph: Callable[..., Mp
 
 def test_a_graph_that_waits_for_other_gpus_stays_launched_ahead_of_time(graph: Callable[..., MpkGraph]) -> None:
     found = graph("micro_2gpu_r0")
-    assert launch_of(reschedule(found, Schedule("given", "given", "just in time", 128))) == "ahead"
+    assert launch_of(reschedule(found, GraphSchedule("given", "given", "just in time", 128))) == "ahead"

@@ -6,7 +6,7 @@ import pytest
 
 from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.models.catalog import CATALOG
-from flywheel.search.knowledge.chosen import Chosen, choose_schedule
+from flywheel.search.knowledge.chosen import ChosenConfig, choose_schedule
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
@@ -37,12 +37,12 @@ def test_a_shipped_schedule_that_does_not_fit_gives_way_to_what_a_search_tries_f
 def test_the_stores_best_goes_first_and_gives_way_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = find_shipped(WORK)
     assert fit is not None
-    best = Chosen(ScheduleConfig(), "trial 3 of campaign mine, measured 700.0 us")
+    best = ChosenConfig(ScheduleConfig(), "trial 3 of campaign mine, measured 700.0 us")
     monkeypatch.setattr("flywheel.search.knowledge.chosen._best_of", lambda workload, url: best)
     assert choose_schedule(WORK, "trials.db") == best
     assert choose_schedule(WORK).config == fit.config
     misfit = config_from_dict({**dict(config_to_dict(fit.config)), "threads_per_block": 33})
-    best = Chosen(misfit, "trial 3 of campaign mine, measured 700.0 us")
+    best = ChosenConfig(misfit, "trial 3 of campaign mine, measured 700.0 us")
     chosen = choose_schedule(WORK, "trials.db")
     assert chosen.config == fit.config
     assert chosen.words.startswith("shipped schedule qwen3-0.6b-h200-bf16-c512-b1, measured 671.2 us")

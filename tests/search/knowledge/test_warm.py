@@ -26,7 +26,7 @@ from flywheel.search.knowledge.warm import FEATURES, NEIGHBOURS, carry, choose_s
 from flywheel.search.opening import open_campaign
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, to_campaign
-from flywheel.search.trials.engine import Bench, InlineEngine
+from flywheel.search.trials.engine import EvaluationSetup, InlineEngine
 from flywheel.search.trials.evaluate import Measure
 from flywheel.search.trials.predicting import look
 from flywheel.search.workload import Workload
@@ -67,7 +67,7 @@ class Site:
             work.model, work.target.name, work.dtype, work.context, measure="predict", name=name, **settled
         )
         space = make_space(work, spec.fix)
-        bench = Bench(work, partial(look, self.store, spec.gpu, spec.dtype), measure or self._lab.measure)
+        bench = EvaluationSetup(work, partial(look, self.store, spec.gpu, spec.dtype), measure or self._lab.measure)
         opened = open_campaign(spec, space, self.store, fresh=False)
         run = CampaignRun(spec, opened, space, self.store, InlineEngine(bench), self._lab.environment)
         return run.run(lambda _: None, lambda: False)

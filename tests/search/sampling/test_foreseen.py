@@ -13,7 +13,7 @@ from flywheel.search.run import _foresee
 from flywheel.search.sampling.foreseen import ForeseenSampler
 from flywheel.search.sampling.foresight import Foreseen, Foresight, is_calibrated, predict_config
 from flywheel.search.sampling.local import LocalSampler
-from flywheel.search.sampling.samplers import Measured, make_sampler
+from flywheel.search.sampling.samplers import Steering, make_sampler
 from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Dimension, Space
 from flywheel.search.workload import make_workload
@@ -163,10 +163,10 @@ def test_a_small_space_is_measured_to_its_end(lab: Any) -> None:
 
 
 def test_without_predictions_to_trust_measurements_lead_as_with_local(table: Table) -> None:
-    assert isinstance(make_sampler("descent", 0, 0, Measured()), LocalSampler)
+    assert isinstance(make_sampler("descent", 0, 0, Steering()), LocalSampler)
     alone = CampaignStudy(table, "descent", 5, [], measured=True)
     assert drive(alone, 12) == drive(CampaignStudy(table, "local", 5, [], measured=True), 12)
-    foreseeing = make_sampler("descent", 0, 0, Measured(lambda asked: [1.0] * len(asked), [], 10))
+    foreseeing = make_sampler("descent", 0, 0, Steering(lambda asked: [1.0] * len(asked), [], 10))
     assert isinstance(foreseeing, ForeseenSampler)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flywheel.measure.latency import GpuState
-from flywheel.measure.tenants import Presence, Tenant
+from flywheel.measure.tenants import GpuPresence, Tenant
 from flywheel.vm.gpu import nvml
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.nvml import read_presence, read_state, throttle_names
@@ -84,7 +84,7 @@ def child() -> Iterator[int]:
 
 def presence_of(
     monkeypatch: pytest.MonkeyPatch, *running: SimpleNamespace, at_work: bool = True, **changes: Any
-) -> Presence:
+) -> GpuPresence:
     known = library(nvmlDeviceGetComputeRunningProcesses=lambda handle: list(running), **changes)
     monkeypatch.setattr(nvml, "_nvml", lambda: known)
     return read_presence("GPU-1", at_work)
@@ -150,7 +150,7 @@ def test_who_looks_without_computing_is_none_of_those_on_a_gpu(monkeypatch: pyte
 def test_without_nvml_or_the_gpu_in_it_nothing_is_told(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "_nvml", lambda: found)
     assert read_state("0000:01:00.0") == GpuState()
-    assert read_presence("0000:01:00.0") == Presence()
+    assert read_presence("0000:01:00.0") == GpuPresence()
 
 
 @pytest.mark.parametrize(
