@@ -35,7 +35,7 @@ _TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A decode step of `rivals.TorchDecoder` in a CUDA graph. `label` is its display name.
+    """A decode step of `torch_decoder.TorchDecoder` in a CUDA graph. `label` is its display name.
 
     `compiled`: torch.compile compiles it. `inline_attention`: attention is written as arithmetic that the compiler
     turns into kernels, instead of torch's own. A rival whose `form` is not whole multiplies quantised `codes` of the
