@@ -13,6 +13,7 @@ from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.session import Step
 from flywheel.errors import UsageError
 from flywheel.ir import Buffer, DType, MegakernelProgram, validate
+from flywheel.ir.recipe import Recipe, recipe_of
 from flywheel.judge.verdicts import default_positions, judge_repeated, verify
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
@@ -43,7 +44,9 @@ def params_changed(program: MegakernelProgram, name: str, change: Callable[[Any]
     def moved(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: change(inner) if key == name else moved(inner) for key, inner in value.items()}
-        return [moved(inner) for inner in value] if isinstance(value, list | tuple) else value
+        if isinstance(value, Recipe):
+            return recipe_of([replace(step, params=moved(step.params)) for step in value.steps])
+        return value
 
     tasks = tuple(replace(task, params=moved(task.params)) for task in program.tasks)
     assert [task.params for task in tasks] != [task.params for task in program.tasks]
