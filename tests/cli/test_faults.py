@@ -58,7 +58,7 @@ def check_stopped(exit_code: int | None, stdout: str, stderr: str, fact: str) ->
     """Exit code 5, nothing on stdout, and one line of trouble at the end of stderr."""
     assert (exit_code, stdout) == (5, ""), stderr
     lines = stderr.splitlines()
-    progress = ("trials ", "Latencies ", "smollm2", COMPILING)  # the last one where a checkout's first search is this
+    progress = ("trials ", "Latencies ", "Known: ", "smollm2", COMPILING)  # the last in a checkout's first search
     assert [line for line in lines if not line.startswith(progress)] == lines[-1:]
     assert lines[-1].startswith("flywheel: store ")
     assert fact in lines[-1]

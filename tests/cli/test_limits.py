@@ -127,7 +127,7 @@ def test_a_timeline_of_operations_that_no_encoding_has_is_written(run: Run, chan
 @pytest.mark.parametrize("name", ["inspect", "validate", "lower", "import"])
 def test_a_file_that_never_ends_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(files, "MAX_FILE_BYTES", 10**6)
-    monkeypatch.setattr(files.read_text, "__defaults__", (10**6,))
+    monkeypatch.setattr(files.read_text, "__defaults__", (10**6, True))
     words = {"lower": ("lower", "--config"), "import": ("import", "--name", "x")}.get(name, (name,))
     result = run(*words, "/dev/zero")
     assert result.exit_code == (3 if name == "validate" else 2)

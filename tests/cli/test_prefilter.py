@@ -64,7 +64,7 @@ def gpu(with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def engine(
-        spec: Any, site: object, workload: Any, store: object, url: str, predictor: Predictor
+        spec: Any, site: object, workload: Any, store: object, predictor: Predictor
     ) -> Iterator[tuple[Fleet, Environment]]:
         filtering = predictor if spec.prefilter is not None else None
         with Fleet([Here(Setup(workload, Predicting(measure), capture, filtering))], lambda *_: None) as fleet:
