@@ -14,8 +14,7 @@ from pathlib import Path
 
 from flywheel.measure.record import TrialRecord
 from flywheel.search.provenance import lower_command
-from flywheel.store.schedule import dump_schedule, schedule_document
-from flywheel.store.shipped import SHIPPED
+from flywheel.store.schedule import SHIPPED, dump_schedule, schedule_document
 from flywheel.store.tsv import from_tsv
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,7 @@ import json
 from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.lowering.lower import lower
 from flywheel.search.workload import make_workload
-from flywheel.store.schedule import load_schedule
-from flywheel.store.shipped import SHIPPED
+from flywheel.store.schedule import SHIPPED, load_schedule
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from flywheel.process import one_torch_thread
 from flywheel.search.knobs import KNOBS, SUMMANDS
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of
-from flywheel.store.shipped import shipped_schedules
+from flywheel.store.schedule import shipped_schedules
 from flywheel.vm.gpu.nvrtc import defines_of
 from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, pack_any, ranks_table

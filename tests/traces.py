@@ -14,9 +14,9 @@ from flywheel.ir.access import MATRIX_OPS
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.vm.abi import Stamp
 from flywheel.vm.gpu.trace import LaunchTrace, Stamps, read_stamps
 from flywheel.vm.pack import PackedProgram, pack
-from flywheel.vm.trace_abi import Stamp
 
 BASE_NS = 1_760_000_000_123_456_789
 """The GPU's timer counts from 1970."""

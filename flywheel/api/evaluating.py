@@ -12,9 +12,8 @@ from flywheel.decode.notes import Note
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.files import parse_json, read_text
 from flywheel.ir.show import escaped, html_table
-from flywheel.measure.band import band_of
 from flywheel.measure.floor import floor_fraction
-from flywheel.measure.latency import rounded
+from flywheel.measure.latency import band_of, rounded
 from flywheel.measure.outcome import Rejected
 from flywheel.measure.record import TrialRecord
 from flywheel.search.appraise import Appraisal, appraise

@@ -30,7 +30,6 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.standings import bench_environment, draw, show_bench
 from flywheel.cli.text import note, show_json
-from flywheel.cli.told import KNOWN_RIVALS, rival_names, spoken
 from flywheel.errors import (
     ConfigError,
     FlywheelError,
@@ -43,7 +42,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import WeightFormats, parse_formats, weights_name
 from flywheel.rivals.lineup import Plan, Rival, check_rivals, usual_rivals
 from flywheel.store.schedule import Schedule
-from flywheel.vm.gpu.quiet import attendant
+from flywheel.vm.gpu.nvml import attendant_of
 
 if TYPE_CHECKING:
     from flywheel.decode.notes import Note
@@ -54,6 +53,42 @@ if TYPE_CHECKING:
     from flywheel.search.workload import Workload
     from flywheel.store.campaign import Campaign
     from flywheel.vm.gpu.driver import Gpu
+import shlex
+
+from click.core import ParameterSource
+
+from flywheel.rivals.lineup import RANK_RIVALS, RIVALS
+
+KNOWN_RIVALS: Final = {**RIVALS, **RANK_RIVALS}
+"""Rivals of single-GPU and of multi-GPU programs, by name."""
+
+
+def rival_names(text: str) -> tuple[Rival, ...]:
+    """The rivals that a text such as `cublas,compile` names, without repeats. Raises click.BadParameter for an unknown
+    name."""
+    names = list(dict.fromkeys(text.split(",")))
+    unknown = next((name for name in names if name not in KNOWN_RIVALS), None)
+    if unknown is not None:
+        raise click.BadParameter(f"{unknown!r} is not one of {', '.join(KNOWN_RIVALS)}")
+    return tuple(KNOWN_RIVALS[name] for name in names)
+
+
+def spoken(ctx: click.Context) -> str:
+    """The command line, with every option that was set on the command line or by the environment."""
+    words = [ctx.command_path]
+    for option in ctx.command.params:
+        told = ctx.get_parameter_source(option.name or "")
+        if told not in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+            continue
+        value = ctx.params[option.name or ""]
+        flag = next(flag for flag in option.opts if flag.startswith("--"))
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        else:
+            parts = value if isinstance(value, tuple) else (value,)
+            words += [flag, ",".join(part.name if isinstance(part, Rival) else str(part) for part in parts)]
+    return shlex.join(words[0].split() + words[1:])
+
 
 FORMAT: Final = "flywheel-bench"
 FORMAT_VERSION: Final = 2
@@ -340,7 +375,7 @@ def _compete(
         raise click.exceptions.Exit(REJECTED)
     prepare_torch()
     gpu, *peers = open_gpus(work.ranks)
-    (quiet := attendant([each.pci_bus_id for each in (gpu, *peers)])).attend()
+    (quiet := attendant_of([each.pci_bus_id for each in (gpu, *peers)])).attend()
     _say(f"probing {gpu.name}")
     probed = probe(gpu)
     formats = parse_formats(work.weights or work.dtype, work.dtype)

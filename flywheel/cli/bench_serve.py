@@ -15,7 +15,7 @@ from flywheel.children import start_program
 from flywheel.cli.bench_engines import ENGINES, NONE, EngineLoad, end, rows_of, time_engines
 from flywheel.cli.text import note, show_document
 from flywheel.errors import UsageError
-from flywheel.ir.bundles import is_bundle
+from flywheel.ir.files import is_bundle
 
 if TYPE_CHECKING:
     from flywheel.serve.load import Server

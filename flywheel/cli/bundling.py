@@ -23,8 +23,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.hf import load_scheme
 from flywheel.search.provenance import row_title, stored_text
 from flywheel.search.workload import Workload, default_context, make_workload, notes_of_another
-from flywheel.store.schedule import Schedule
-from flywheel.store.shipped import Shipped
+from flywheel.store.schedule import Schedule, Shipped
 from flywheel.store.sql import Store
 
 SHIPPED: Final = "shipped"

@@ -104,7 +104,7 @@ def _campaigns(ctx: click.Context, incomplete: str) -> Iterable[str]:
 
 
 def _schedules(ctx: click.Context, incomplete: str) -> Iterable[str]:
-    from flywheel.store.shipped import shipped_schedules
+    from flywheel.store.schedule import shipped_schedules
 
     return [each.stem for each in shipped_schedules()]
 

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import click
 
 from flywheel.children import start_program
-from flywheel.cli.drain import Drain
+from flywheel.cli.interrupt import Drain
 from flywheel.cli.mlflow import children_option, make_follower, place, tracking_option
 from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.text import note, show, show_json

@@ -115,8 +115,7 @@ def _presences() -> list[dict[str, Any]]:
 
 def _probe(url: str, environment: Environment) -> None:
     """Measure the GPU and its links, and store the numbers. Raises as `open_gpu`, `probe` and `open_store`."""
-    from flywheel.measure.ceiling import Ceiling
-    from flywheel.measure.peer_link import PeerLink
+    from flywheel.measure.ceiling import Ceiling, PeerLink
     from flywheel.store.sql import open_store
     from flywheel.vm.gpu.driver import open_gpu
     from flywheel.vm.gpu.link_probes import probe_links

@@ -23,7 +23,7 @@ from flywheel.cli.text import pairs, percent, predicted, predicted_a_token, show
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import open_predictor
 from flywheel.errors import UsageError
-from flywheel.measure.band import band_of
+from flywheel.measure.latency import band_of
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 

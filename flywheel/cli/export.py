@@ -31,13 +31,13 @@ from flywheel.cli.text import note, show_json, us, us_of
 from flywheel.errors import FlywheelError, StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.ir import ScheduleConfig, config_from_dict
-from flywheel.measure.band import band_of
+from flywheel.measure.latency import band_of
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, trials_of
 from flywheel.models.catalog import resolve_model
 from flywheel.models.formats import weights_name
 from flywheel.search.provenance import find_campaign, origin_text, row_title
-from flywheel.store.shipped import Shipped
+from flywheel.store.schedule import Shipped
 from flywheel.store.tsv import to_csv, to_tsv
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Make Ctrl-C end a command: at once while Python code runs, and within GRACE_S while foreign code runs.
 
 Python runs a signal handler only between two instructions of the main thread, and exits only once all its threads have
-ended. So this module's thread hears of signals itself, and at once.
+ended. So this module's thread hears of signals itself, and at once. In a search, the first signal asks it to finish
+the running trials, and the second aborts it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Final, NoReturn
+from contextlib import ExitStack, contextmanager
+from types import FrameType, TracebackType
+from typing import Final, NoReturn, Self
 
 from flywheel.cli.exits import ABORTED
-from flywheel.process import hear_interrupts, ignore_interrupts
+from flywheel.process import handling, hear_interrupts, ignore_interrupts
 
 GRACE_S: Final = 1.2
 """Wall seconds that an interrupted command has to end by itself."""
 FAREWELL_S: Final = 0.3
 """Wall seconds that restoring the terminal may take after that."""
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Guard:
@@ -132,7 +133,7 @@ def _expire() -> None:
 def _listen(reading: int) -> None:
     while True:
         for number in os.read(reading, 64):
-            if number not in _SIGNALS:
+            if number not in SIGNALS:
                 continue
             if _GUARD.drains:
                 _GUARD.drains = False
@@ -143,3 +144,35 @@ def _listen(reading: int) -> None:
                 leaving.start()
                 leaving.join(FAREWELL_S)  # the thread that does not react may hold a lock that it waits for
             _end()
+
+
+class Drain:
+    """Within the block, SIGINT or SIGTERM sets `requested` and calls `notice`. A second one calls `abort` and raises
+    KeyboardInterrupt.
+
+    `notice` runs inside a signal handler, so it must not print through buffered streams. `abort` restores the terminal.
+    Another thread calls it where the main thread does not run Python code.
+    """
+
+    def __init__(self, notice: Callable[[], None], abort: Callable[[], None] = lambda: None) -> None:
+        self.requested = False
+        self._notice = notice
+        self._abort = abort
+        self._blocks = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._blocks.enter_context(draining(self._abort))
+        self._blocks.enter_context(handling(SIGNALS, self._handle))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._blocks.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self._abort()
+            interrupt(number, frame)
+        self.requested = True
+        self._notice()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from flywheel.cli.drain import Drain
 from flywheel.cli.exits import FAILED
+from flywheel.cli.interrupt import Drain
 from flywheel.cli.options import SharedOption, command, json_option, store_option
 from flywheel.cli.text import note, show, show_json
 from flywheel.errors import MirrorError

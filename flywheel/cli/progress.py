@@ -11,7 +11,7 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from flywheel.cli.drain import SIGNALS
+from flywheel.cli.interrupt import SIGNALS
 from flywheel.cli.text import amount, counts, duration, note, percent, us, us_of
 from flywheel.ir.show import escaped
 from flywheel.process import handling

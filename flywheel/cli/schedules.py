@@ -14,7 +14,7 @@ from flywheel.ir.files import parse_json
 from flywheel.ir.show import did_you_mean
 from flywheel.measure.latency import tokens_per_s
 from flywheel.store.campaign import work_named
-from flywheel.store.shipped import Shipped, shipped_schedules
+from flywheel.store.schedule import Shipped, shipped_schedules
 
 
 @command

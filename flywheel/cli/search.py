@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flywheel.cli.drain import Drain
 from flywheel.cli.events import JsonLines, show_event
 from flywheel.cli.exits import ABORTED, REJECTED
 from flywheel.cli.files import announce_notes
+from flywheel.cli.interrupt import Drain
 from flywheel.cli.mlflow import CHILDREN, Beside, announce_mirror, tracking_option
 from flywheel.cli.options import (
     DEFAULTS,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from flywheel.measure.record import TrialRecord
     from flywheel.search.campaign import CampaignResult
     from flywheel.search.run import Start
-    from flywheel.store.shipped import Shipped
+    from flywheel.store.schedule import Shipped
 
 SAMPLERS = ("descent", "local", "tpe", "gp", "cmaes", "random", "grid")
 

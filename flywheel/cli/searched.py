@@ -25,15 +25,14 @@ from flywheel.cli.text import (
     us_of,
 )
 from flywheel.ir import config_from_dict
-from flywheel.measure.band import band_of
-from flywheel.measure.latency import tokens_per_s
+from flywheel.measure.latency import band_of, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, row_name
 from flywheel.search.gains import gained, gains_document, gains_in_words
 from flywheel.search.knowledge.known import Known, answer_of
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
-from flywheel.store.shipped import Shipped
+from flywheel.store.schedule import Shipped
 
 if TYPE_CHECKING:
     from flywheel.search.campaign import CampaignResult

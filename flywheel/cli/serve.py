@@ -19,7 +19,7 @@ from flywheel.cli.interrupt import draining
 from flywheel.cli.options import SharedOption, command, json_option, ranks_option, store_option
 from flywheel.cli.text import complain, note, show_json
 from flywheel.errors import UsageError
-from flywheel.ir.bundles import is_bundle
+from flywheel.ir.files import is_bundle
 from flywheel.models.decoder import MAX_BATCH
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from flywheel.ir.show import escaped
 from flywheel.measure.latency import rounded, tokens_per_s
 
 if TYPE_CHECKING:
-    from flywheel.measure.band import Band
+    from flywheel.measure.latency import Band
     from flywheel.measure.record import TrialRecord
 
 HELP: Final = MappingProxyType({"help_option_names": ["-h", "--help"], "max_content_width": 100})

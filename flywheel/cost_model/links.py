@@ -13,7 +13,7 @@ from typing import Any, Final
 from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Task
 from flywheel.ir.access import tile_rows
 from flywheel.ir.tiles import stretches_of
-from flywheel.measure.peer_link import PeerLink
+from flywheel.measure.ceiling import PeerLink
 
 
 @dataclass(frozen=True, slots=True)

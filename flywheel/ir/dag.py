@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from flywheel.ir.firing import walk
+from flywheel.ir.firing import ProofTask, walk
 from flywheel.ir.program import MegakernelProgram
-from flywheel.ir.steps import ProofTask
 
 
 def producers_by_counter(tasks: Sequence[ProofTask]) -> dict[int, list[int]]:

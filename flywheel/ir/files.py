@@ -1,6 +1,7 @@
 """JSON text, and files that are read or replaced as a whole.
 
 Input may come from a stranger. This module limits its bytes and its values, and refuses an object with one name twice.
+A bundle and a checkpoint are both directories: MANIFEST tells them apart (docs/bundle.md).
 """
 
 from __future__ import annotations
@@ -133,3 +134,14 @@ def replace_file(path: Path, text: str | Iterable[str]) -> None:
         write_atomically(path, text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+MANIFEST: Final = "bundle.json"
+
+
+def is_bundle(folder: str) -> bool:
+    """Whether a directory is a bundle. The bundle may be damaged."""
+    try:
+        return (Path(folder) / MANIFEST).is_file()
+    except (OSError, ValueError):  # no file can have this name
+        return False

@@ -2,7 +2,7 @@
 
 Counters only grow, so a task that may fire now may also fire later. Therefore one greedy walk, in any order, fires all
 tasks or shows the ones that never fire. All code that asks what counters allow uses `walk`, except the cost model's
-engine, where times decide the order.
+engine, where times decide the order. A `ProofTask` is what they know of a task.
 """
 
 from __future__ import annotations
@@ -10,8 +10,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
+from typing import Protocol
 
-from flywheel.ir.steps import ProofTask
+from flywheel.ir.records import Wait
+
+
+class ProofTask(Protocol):
+    """A task of a flywheel program, or of another runtime with monotone counters and serial queues.
+
+    When it completes it adds 1 to `out_counter`. Steps with equal waits may share the sequence, which is then checked
+    once.
+    """
+
+    @property
+    def id(self) -> int:
+        """Number in messages."""
+
+    @property
+    def label(self) -> str:
+        """Name in messages."""
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """The waits that must hold before it starts."""
+
+    @property
+    def out_counter(self) -> int:
+        """The counter that it signals."""
+
+    @property
+    def rank(self) -> int:
+        """The GPU that runs it."""
+
+    @property
+    def sm(self) -> int | None:
+        """The serial queue, on that GPU, that holds it, in list order; None where no queue does."""
+
 
 Need = tuple[int, int]
 """(counter, the number of signals that it needs, at least 1)"""

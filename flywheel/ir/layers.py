@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar, cast, overload
 
-from flywheel.ir.draft import make_buffer, make_counter
-from flywheel.ir.records import Buffer, Counter
+from flywheel.ir.records import Buffer, Counter, make_buffer, make_counter
 
 R = TypeVar("R", bound=Buffer | Counter)
 T = TypeVar("T")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from flywheel.ir.draft import make_task
-from flywheel.ir.records import Task
+from flywheel.ir.records import Task, make_task
 from flywheel.ir.runs import Run, Runs, make_run
 from flywheel.ir.tiles import Tile
 

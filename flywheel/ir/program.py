@@ -1,10 +1,12 @@
-"""MegakernelProgram, a complete schedule that can run once it is validated. Source: docs/ir.md."""
+"""MegakernelProgram, a complete schedule that can run once it is validated, and answers about the latest one, which
+lowering, proof, id and prediction share. Source: docs/ir.md."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import BufferKind
@@ -41,3 +43,22 @@ class MegakernelProgram:
 
 def _weight_bytes(buffer: Buffer) -> int:
     return buffer.nbytes if buffer.kind is BufferKind.WEIGHT else 0
+
+
+Found = TypeVar("Found")
+
+
+def once(function: Callable[[MegakernelProgram], Found]) -> Callable[[MegakernelProgram], Found]:
+    """`function`, with its latest answer kept. It answers again with that when it gets the same object. Errors are not
+    kept."""
+    latest: tuple[MegakernelProgram, Found] | None = None
+
+    @wraps(function)
+    def found(program: MegakernelProgram) -> Found:
+        nonlocal latest
+        known = latest  # another thread may replace it
+        if known is None or known[0] is not program:
+            known = latest = program, function(program)
+        return known[1]
+
+    return found

@@ -10,14 +10,13 @@ from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
 from flywheel.ir.layers import LayeredTable, Layers, Span, index_of, moved
 from flywheel.lowering.emit import emit_block
-from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import plan_fusion
 from flywheel.lowering.paging import allocate_pages
 from flywheel.lowering.placement import place
 from flywheel.lowering.ranks import Names, graphs_of, joined, place_ranks
 from flywheel.lowering.stamp import Sizes, Stamper
 from flywheel.lowering.tiling import Tiling, read_tiling
-from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Block, Graph, Tensor, cycle_of
 from flywheel.plan import variant_of
 

@@ -16,9 +16,8 @@ from flywheel.errors import ConfigError
 from flywheel.ir import Run, ScheduleConfig
 from flywheel.ir.dtype import DType
 from flywheel.ir.layers import Layers
-from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.placement import dealt, overridden, policy_of
-from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Block, Graph, Tensor
 
 FOLLOWING: Final = (".push", "_sum")

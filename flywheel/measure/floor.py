@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from flywheel.ir.alone import alone
 from flywheel.ir.dtype import BufferKind
-from flywheel.ir.latest import once
 from flywheel.ir.layers import LayeredTable, Layers
 from flywheel.ir.opcodes import InstructionKind
-from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.program import MegakernelProgram, once
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.repeating import local_layers, spelled_out

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import BundleError, UnknownNameError
-from flywheel.ir.bundles import is_bundle
+from flywheel.ir.files import is_bundle
 from flywheel.models.hf import load_spec
 from flywheel.models.hub import cached_folder, cached_repo, is_repo, obtain, repo_of
 from flywheel.models.spec import DecoderSpec, RopeScaling

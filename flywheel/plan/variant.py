@@ -8,8 +8,8 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
-from flywheel.ir.latest import once
 from flywheel.ir.layers import LayeredTable
+from flywheel.ir.program import once
 from flywheel.ir.repeating import layers_of
 from flywheel.ir.runs import uses_by_recipe
 from flywheel.plan.formats import Coding, slot_bytes

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.ir.show import markup as words
-from flywheel.measure.band import band_of
-from flywheel.measure.latency import rounded, tokens_per_s
+from flywheel.measure.latency import band_of, rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name
 from flywheel.report.changes import Change, changes

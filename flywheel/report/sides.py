@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from flywheel.errors import StoreError
 from flywheel.ir.config import ScheduleConfig
-from flywheel.measure.band import RESOLUTION, Band, band_of
-from flywheel.measure.latency import rounded, tokens_per_s
+from flywheel.measure.latency import RESOLUTION, Band, band_of, rounded, tokens_per_s
 from flywheel.report.svg import Scale, element, label, picture, polyline, short, tip
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document

@@ -26,8 +26,7 @@ from flywheel.ir import (
     MemSpace,
     Task,
 )
-from flywheel.ir.bundles import MANIFEST
-from flywheel.ir.files import MAX_FILE_BYTES, parse_json, read_text
+from flywheel.ir.files import MANIFEST, MAX_FILE_BYTES, parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import coding_numbered

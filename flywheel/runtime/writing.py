@@ -16,7 +16,7 @@ import numpy as np
 
 from flywheel.errors import UsageError
 from flywheel.ir import BufferKind
-from flywheel.ir.bundles import MANIFEST
+from flywheel.ir.files import MANIFEST
 from flywheel.runtime.manifest import (
     ALIGNMENT,
     ELEMENTS,

@@ -13,8 +13,7 @@ from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import row_name, trials_of
 from flywheel.search.spec import CampaignSpec, with_name
-from flywheel.store.schedule import dump_schedule, schedule_document
-from flywheel.store.shipped import Shipped
+from flywheel.store.schedule import Shipped, dump_schedule, schedule_document
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign

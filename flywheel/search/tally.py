@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from flywheel.measure.band import RESOLUTION
+from flywheel.measure.latency import RESOLUTION
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, best_so_far, trials_of
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, Unpack
 from flywheel.errors import BundleError, NoGpuError, UsageError
 from flywheel.installing import lacking
 from flywheel.ir import DType
-from flywheel.ir.bundles import is_bundle
+from flywheel.ir.files import is_bundle
 from flywheel.models.catalog import modules_of, resolve_model
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec

@@ -15,8 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.ir.show import escaped
-from flywheel.measure.band import band_of
-from flywheel.measure.latency import curtailed, tokens_per_s
+from flywheel.measure.latency import band_of, curtailed, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import KINDS, best_so_far
 from flywheel.store.campaign import DEFAULT_CONTEXT, Campaign, work_key

@@ -22,8 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flywheel.errors import MirrorError, UsageError
 from flywheel.installing import install_line
-from flywheel.measure.band import band_of
-from flywheel.measure.latency import rounded, tokens_per_s
+from flywheel.measure.latency import band_of, rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, incumbents, row_name, tied_with, trials_of
 from flywheel.process import default_environment

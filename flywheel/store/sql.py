@@ -1,4 +1,5 @@
-"""The trial store: campaigns and their append-only trials in SQL, and queries of both."""
+"""The trial store: campaigns and their append-only trials in SQL, and queries of both. What
+`measure.standing` decides in Python, which rows may be a campaign's best, is here in SQL."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Engine,
+    FromClause,
     RowMapping,
     Select,
     and_,
@@ -28,14 +31,13 @@ from sqlalchemy.exc import IntegrityError
 
 from flywheel.errors import StoreError, TrialExistsError
 from flywheel.ir.show import show
-from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.ceiling import Ceiling, PeerLink
 from flywheel.measure.columns import fault_of
 from flywheel.measure.outcome import LASTING_OUTCOMES, OUTCOME_NAMES
-from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import COLUMNS, TrialRecord
+from flywheel.measure.tenants import SPREAD
 from flywheel.store.campaign import Campaign, CampaignSummary
 from flywheel.store.claims import Claims, delete_campaign, keep_to_oneself
-from flywheel.store.contenders import contenders, doubtful, imported
 from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
 from flywheel.store.places import file_of, make_store_url
@@ -356,3 +358,52 @@ def _summary(campaign: Campaign, tallies: dict[str, _Tally]) -> CampaignSummary:
         None if measured is None else measured.imported_us,
         None if predicted is None else predicted.predicted_us,
     )
+
+
+def contenders(conditions: Sequence[ColumnElement[bool]]) -> tuple[FromClause, ColumnElement[bool]]:
+    """Where to select trials from, and of a row there: it may be the best, as `measure.standing` says.
+
+    `conditions` narrow the rows that are looked at, by whole campaigns. What a row is compared with is joined, each
+    computed once: a look-up per row takes seconds with ten thousand of them.
+    """
+    newest = (
+        select(trials.c.campaign, func.max(trials.c.trial).label("trial"))
+        .where(trials.c.source == "final", *conditions)
+        .group_by(trials.c.campaign)
+        .subquery()
+    )
+    final = trials.alias("final")
+    last = (
+        select(final.c.campaign, final.c.trial, final.c.created_at)
+        .join(newest, and_(newest.c.campaign == final.c.campaign, newest.c.trial == final.c.trial))
+        .subquery()
+    )
+    first = (
+        select(trials.c.campaign, trials.c.program_id, func.min(trials.c.trial).label("trial"))
+        .where(*conditions)
+        .group_by(trials.c.campaign, trials.c.program_id)
+        .subquery()
+    )
+    source = trials.outerjoin(last, last.c.campaign == trials.c.campaign).outerjoin(
+        first, and_(first.c.campaign == trials.c.campaign, first.c.program_id == trials.c.program_id)
+    )
+    is_final = trials.c.source == "final"
+    certain = or_(trials.c.gain_low_us.is_(None), trials.c.gain_low_us > 0.0, is_final)
+    holds = or_(
+        last.c.trial.is_(None),
+        trials.c.trial > last.c.trial,
+        and_(is_final, trials.c.created_at == last.c.created_at),
+    )
+    new = or_(trials.c.source != "store", first.c.trial == trials.c.trial)
+    return source, and_(certain, holds, new)
+
+
+def imported() -> ColumnElement[int]:
+    """Of a row: 1 where it was imported, else 0."""
+    return case((trials.c.imported_from.is_(None), 0), else_=1)
+
+
+def doubtful() -> ColumnElement[int]:
+    """Of a row: 1 where it `is_doubtful`, else 0."""
+    spread = trials.c.p90_us - trials.c.p10_us > SPREAD * trials.c.latency_us
+    return case((and_(trials.c.outcome == "measured", or_(trials.c.strangers > 0, spread)), 1), else_=0)

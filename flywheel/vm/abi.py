@@ -1,4 +1,5 @@
-"""The device ABI as data: constants, and the structs that `pack` fills and the kernel reads.
+"""The device ABI as data: constants, the structs that `pack` fills and the kernel reads, and the indices that a launch
+with a trace writes (`amk_trace_t.at`).
 
 `abi_codegen` writes them as C, `numpy_struct` gives them to Python; nothing else says how a struct looks. Names that
 the IR specification fixes keep its prefix, `amk_`. Source: docs/ir.md, "Device structs"; docs/vm.md.
@@ -16,7 +17,50 @@ import numpy as np
 
 from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS, MAX_RANKS
 from flywheel.ir.opcodes import PARAM_FIELDS
-from flywheel.vm.trace_abi import Anchor, Stamp, Tie
+
+
+class Stamp(IntEnum):
+    """What a traced task has come to."""
+
+    CURRENT = 0
+    """The vector warps turned to it."""
+    READY = 1
+    """Its inputs are there: its counters were waited for, and the data that it awaits itself is loaded."""
+    STAGED = 2
+    """The operand of its last matrix step to stage one is announced, or the first slice of it."""
+    MULTIPLIED = 3
+    """The last pass of its last matrix step is complete."""
+    STORED = 4
+    """Its last step is done. Of a product that adds the ranks' partial sums: its own one is stored, at least by the
+    first warp."""
+    DONE = 5
+    """It has signalled, if anybody asks for that."""
+
+
+class Tie(IntEnum):
+    """What a task writes behind its stamps, to tie them to the global timer."""
+
+    TIMER_NS = 6
+    """The global timer at the stamp CURRENT."""
+
+
+class Anchor(IntEnum):
+    """Of an SM: what ties its clock to the global timer, which all share; and its waits."""
+
+    FIRST_NS = 0
+    """The global timer at one of its ticks, when the launch began."""
+    FIRST_CYCLES = 1
+    """The SM's clock at that tick."""
+    LAST_NS = 2
+    """The same when it ended."""
+    LAST_CYCLES = 3
+    STALLED = 4
+    """Cycles that its loader waited for a free slot of the ring, or to be allowed to read that far ahead."""
+    STARVED = 5
+    """Cycles that its first matrix warp waited for weights, with their operand staged."""
+    AWAITING = 6
+    """Cycles that its first matrix warp waited for an operand."""
+
 
 COUNTER_STRIDE: Final = 128
 """Bytes from one counter to the next: a cache line each."""

@@ -1,5 +1,5 @@
-"""The C side of the device ABI: `cuda/abi.h` and `cuda/dispatch.cuh`, written from the tables of the IR, abi.py and
-trace_abi.py.
+"""The C side of the device ABI: `cuda/abi.h` and `cuda/dispatch.cuh`, written from the tables of the IR and
+abi.py.
 
 `python -m flywheel.vm.abi_codegen` writes both files; with `--check` it changes nothing, and fails with one line where
 a file is not what would be written.
@@ -43,7 +43,7 @@ from flywheel.plan.staging import (
 )
 from flywheel.plan.step import ABSENT, MAX_STEPS, RESULT_REF, Epilogue
 from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
-from flywheel.vm import abi, trace_abi
+from flywheel.vm import abi
 
 CUDA: Final = Path(__file__).parent / "cuda"
 
@@ -59,9 +59,9 @@ PREFIXES: Final[Mapping[str, type[IntEnum] | type[IntFlag]]] = MappingProxyType(
         "FW_CODE": Code,
         "FW_SCALES": Scales,
         "FW_LAYOUT": abi.Layout,
-        "FW_STAMP": trace_abi.Stamp,
-        "FW_TIE": trace_abi.Tie,
-        "FW_ANCHOR": trace_abi.Anchor,
+        "FW_STAMP": abi.Stamp,
+        "FW_TIE": abi.Tie,
+        "FW_ANCHOR": abi.Anchor,
         "FW_FAULT": abi.Fault,
     }
 )

@@ -22,7 +22,7 @@ from flywheel.api.searching import search as function
 from flywheel.cli.main import cli
 from flywheel.errors import StoreError, UsageError
 from flywheel.search.spec import DEFAULT_TRIALS, METHOD, CampaignSpec
-from flywheel.store.shipped import SHIPPED
+from flywheel.store.schedule import SHIPPED
 from flywheel.store.sql import open_store
 from flywheel.version import VERSION
 

@@ -15,8 +15,7 @@ from flywheel.cli.main import cli
 from flywheel.ir import program_from_json
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
-from flywheel.store.schedule import load_schedule
-from flywheel.store.shipped import SHIPPED
+from flywheel.store.schedule import SHIPPED, load_schedule
 from flywheel.store.sql import open_store
 from flywheel.store.tsv import from_tsv
 

@@ -169,7 +169,7 @@ def test_bench_waits_for_a_quiet_gpu(
 ) -> None:
     waited: list[str] = []
     made = SimpleNamespace(attend=lambda: waited.append("attended"))
-    monkeypatch.setattr("flywheel.cli.bench.attendant", lambda gpus: waited.extend(gpus) or made)
+    monkeypatch.setattr("flywheel.cli.bench.attendant_of", lambda gpus: waited.extend(gpus) or made)
     assert run("bench", *WORK, "--config", config).exit_code == 0
     assert waited == ["0000:01:00.0", "attended", "attended"]
 

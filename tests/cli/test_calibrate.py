@@ -13,11 +13,10 @@ from click.testing import Result
 from flywheel.cost_model import MACHINES, MODEL_VERSION, predict
 from flywheel.cost_model.calibration import Calibration, dump_calibration, read_calibration
 from flywheel.cost_model.links import Link
-from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.ceiling import Ceiling, PeerLink
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
-from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.verdict import judge
 from flywheel.plan import program_id
 from flywheel.search.rows import to_record

@@ -9,9 +9,8 @@ import pytest
 from click.testing import Result
 
 import flywheel
-from flywheel.measure.band import GUESSED, RESOLUTION, SEEN
-from flywheel.measure.latency import rounded
-from flywheel.store.shipped import SHIPPED
+from flywheel.measure.latency import GUESSED, RESOLUTION, SEEN, rounded
+from flywheel.store.schedule import SHIPPED
 
 Run = Callable[..., Result]
 H100, H200 = "llama3-8b-h100-bf16-c512-b1", "llama3-8b-h200-bf16-c512-b1"

@@ -15,7 +15,7 @@ from flywheel.cli.main import COMMANDS, cli
 from flywheel.ir.target import TARGETS
 from flywheel.models.formats import parse_formats
 from flywheel.search.knobs import KNOBS
-from flywheel.store.shipped import shipped_schedules
+from flywheel.store.schedule import shipped_schedules
 
 
 def asked(words: str, *, last: str | None = None) -> list[str]:

@@ -13,10 +13,9 @@ from click.testing import Result
 
 from flywheel.cli.doctor import DEPENDENCIES, EXTRAS
 from flywheel.errors import NoGpuError
-from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.ceiling import Ceiling, PeerLink
 from flywheel.measure.device import Device
 from flywheel.measure.environment import capture_environment
-from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.tenants import GpuPresence, Tenant
 from flywheel.store.sql import open_store
 from flywheel.vm.gpu.link_probes import ProbedLink

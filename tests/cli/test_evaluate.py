@@ -10,9 +10,8 @@ import pytest
 from click.testing import Result
 
 from flywheel.ir import ScheduleConfig, config_to_dict
-from flywheel.measure.band import GUESSED
 from flywheel.measure.environment import capture_environment
-from flywheel.measure.latency import MeasuredLatency
+from flywheel.measure.latency import GUESSED, MeasuredLatency
 from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, TimedOut, TrialOutcome
 from flywheel.measure.verdict import judge
 from flywheel.search.trials.evaluate import Evaluation

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from flywheel.store.schedule import load_schedule
-from flywheel.store.shipped import SHIPPED, shipped_schedules
+from flywheel.store.schedule import SHIPPED, load_schedule, shipped_schedules
 
 Run = Callable[..., Result]
 NAME = "llama3-8b-h100-bf16-c512-b1"

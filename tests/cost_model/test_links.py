@@ -14,7 +14,7 @@ from flywheel.cost_model.machine import machine_for
 from flywheel.cost_model.predict import predict_us
 from flywheel.ir import MegakernelProgram, program_from_json, program_to_json
 from flywheel.lowering.lower import lower
-from flywheel.measure.peer_link import PeerLink
+from flywheel.measure.ceiling import PeerLink
 from flywheel.models.catalog import CATALOG
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload

@@ -20,8 +20,8 @@ from flywheel.decode.growing import HostGranules
 from flywheel.decode.queued import QueuedRows, QueuedSequences
 from flywheel.ir import DType
 from flywheel.models.spec import DecoderSpec
+from flywheel.vm.gpu.driver import HostWords
 from flywheel.vm.gpu.loader import POSITIONS
-from flywheel.vm.gpu.pinned import HostWords
 
 SPEC = DecoderSpec("late", "llama", 32, 32, 1, 1, 1, 16, 97, 1e4, 1e-5, 256)
 CONTEXT, GRANULE = 200, 4096

@@ -27,9 +27,8 @@ from emulator.translate import translate
 from flywheel.errors import GpuFaultError, TensorError
 from flywheel.ir import DType
 from flywheel.plan.variant import WARP
-from flywheel.vm.gpu.driver import Memory
+from flywheel.vm.gpu.driver import HostWord, HostWords, Memory
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
-from flywheel.vm.gpu.pinned import HostWord, HostWords
 from flywheel.vm.gpu.sources import SOURCES
 
 FLAGS: Final = (

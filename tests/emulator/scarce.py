@@ -16,9 +16,8 @@ from emulator.granules import EmulatedGranules
 
 from flywheel.errors import GpuMemoryError
 from flywheel.ir import DType
-from flywheel.vm.gpu.driver import Memory
+from flywheel.vm.gpu.driver import HostWords, Memory
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
-from flywheel.vm.gpu.pinned import HostWords
 
 _ENTRIES = ("megakernel", "pack_matrix", "pack_codes", "expand_scales", "advance_rows", "read_loads", "read_ring",
             "hand_off", "pass_data")  # fmt: skip

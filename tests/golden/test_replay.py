@@ -24,7 +24,7 @@ from flywheel.models.formats import CODES
 from flywheel.models.spec import Family
 from flywheel.search.knobs import KNOBS
 from flywheel.search.space import make_space
-from flywheel.store.shipped import shipped_schedules
+from flywheel.store.schedule import shipped_schedules
 from flywheel.vm.gpu.sources import SOURCES
 from flywheel.vm.reference.ops import OPS
 

@@ -43,7 +43,7 @@ from flywheel.search.workload import make_workload
 from flywheel.serve import child, engine, fields, guard, openai, server
 from flywheel.serve.worker import BEAT_S
 from flywheel.store import names, vetting
-from flywheel.store.shipped import shipped_schedules
+from flywheel.store.schedule import shipped_schedules
 from flywheel.vm import client
 from flywheel.vm.client import Limits
 from flywheel.vm.watching import PATIENCE

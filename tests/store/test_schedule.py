@@ -10,7 +10,7 @@ import pytest
 from flywheel.errors import FlywheelError, IrFormatError, StoreError
 from flywheel.ir.config import ScheduleConfig, config_to_dict
 from flywheel.ir.files import write_atomically
-from flywheel.measure.band import band_of
+from flywheel.measure.latency import band_of
 from flywheel.measure.record import TrialRecord
 from flywheel.store.schedule import dump_schedule, load_schedule, schedule_document, schedule_from_document
 

@@ -16,8 +16,7 @@ from sqlalchemy import func, select
 
 import flywheel
 from flywheel.errors import StoreError
-from flywheel.measure.ceiling import Ceiling
-from flywheel.measure.peer_link import PeerLink
+from flywheel.measure.ceiling import Ceiling, PeerLink
 from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
 from flywheel.store.engine import reading

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from flywheel.errors import GpuMemoryError, NoGpuError
-from flywheel.vm.gpu.driver import Gpu, Memory, open_gpu
-from flywheel.vm.gpu.pinned import HostWord
+from flywheel.vm.gpu.driver import Gpu, HostWord, Memory, open_gpu
 
 Fragments = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 

@@ -17,10 +17,9 @@ from flywheel.interop.mpk.joint import Joint, continued, counter_of, join, mirro
 from flywheel.interop.mpk.kinds import TILE_ALLREDUCE
 from flywheel.interop.mpk.regions import grid_at
 from flywheel.interop.mpk.structure import check_graph, check_joins, check_queue_lengths
-from flywheel.ir.clocks import QueueOrder
 from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.firing import fire, stuck_in_queues
-from flywheel.ir.order import HappensBefore
+from flywheel.ir.order import HappensBefore, QueueOrder
 from flywheel.ir.validate.findings import Findings, ValidationResult
 from flywheel.ir.validate.sweep import Clash, sweep
 from flywheel.process import no_collector

@@ -13,12 +13,11 @@ from flywheel.ir.show import show
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.ir.validate.by_run import levels_of_safe_runs
 from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationResult
-from flywheel.ir.validate.lanes import check_lanes
+from flywheel.ir.validate.lanes import check_lanes, check_sequences
 from flywheel.ir.validate.liveness import check_queues, check_waits
 from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
 from flywheel.ir.validate.races import Accesses, check_races
 from flywheel.ir.validate.ranks import check_exchanges, check_places
-from flywheel.ir.validate.sequences import check_sequences
 from flywheel.ir.validate.structure import check_structure, is_complete
 from flywheel.ir.validate.tasks import check_tasks
 

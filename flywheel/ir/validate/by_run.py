@@ -19,11 +19,10 @@ from flywheel.ir.records import Buffer, Task
 from flywheel.ir.runs import Run, Runs, ends_of, task_of
 from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 from flywheel.ir.validate.findings import Findings
-from flywheel.ir.validate.lanes import check_lanes
+from flywheel.ir.validate.lanes import check_lanes, check_sequences
 from flywheel.ir.validate.memory import check_pages
 from flywheel.ir.validate.races import Accesses, check_races
 from flywheel.ir.validate.ranks import check_exchanges, check_places
-from flywheel.ir.validate.sequences import check_sequences
 from flywheel.ir.validate.tasks import check_tasks
 
 _Tiles = Tiles | tuple[Tile, ...]

@@ -1,4 +1,5 @@
-"""The rule that lets a launch put several tokens of a sequence at consecutive rows of one cache.
+"""Two rules of positions: one lets each sequence have a position of its own, since tasks that share a cache move
+together; the other lets a launch put several tokens of a sequence at consecutive rows of one cache.
 
 Tasks append one row each, that of their lane, and attend to rows up to that of their lane. Then the rows that a launch
 at position p writes are p, p + 1.., a lane each, wherever p is, and the rules of races see them as cells of the cache
@@ -12,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from flywheel.ir.access import reads_window
+from flywheel.ir.dtype import BufferKind
 from flywheel.ir.lanes import lane_of, lanes_of_caches
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import APPENDS
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.runs import Runs, task_of
+from flywheel.ir.tiles import stretches_of
 from flywheel.ir.validate.findings import Findings
-from flywheel.ir.validate.sequences import tasks_with
 
 
 def check_lanes(program: MegakernelProgram, findings: Findings) -> None:
@@ -125,3 +128,42 @@ def _end_fault(task: Task, base: int) -> str | None:
     if task.params["kv_len"] and end > own + 1:
         return f"lane {lane_of(task)} stands at row {own}, and reads up to row {end - 1}"
     return None
+
+
+def check_sequences(program: MegakernelProgram, findings: Findings) -> None:
+    """Check that all tasks with `pos` or `kv_len` that touch one KV cache name one `sequence`.
+
+    Then the rows of a cache that tasks touch are those of a program whose sequences are all at that position, which the
+    other rules prove. No other buffer has rows that move.
+    """
+    caches = {buffer.id: buffer.name for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
+    first: dict[int, tuple[int, Task]] = {}
+    for task in tasks_with(program, caches):
+        params = task.params
+        if "pos" not in params and "kv_len" not in params:
+            continue
+        sequence = params.get("sequence", 0)
+        for number in {*task.inputs, *task.outputs} & caches.keys():
+            known, other = first.setdefault(number, (sequence, task))
+            if known != sequence:
+                findings.error(
+                    "kv-sequence",
+                    f"task {task.id} ({task.label}): sequence {sequence} with cache {number} ({caches[number]}), of "
+                    f"which task {other.id} ({other.label}) is sequence {known}",
+                    task.id,
+                )
+                if findings.full:
+                    return
+
+
+def tasks_with(program: MegakernelProgram, caches: Mapping[int, Any]) -> Iterator[Task]:
+    """Tasks that touch these caches; of a run, one a stretch of tiles."""
+    tasks = program.tasks
+    if not isinstance(tasks, Runs):
+        yield from tasks
+        return
+    for run, first in zip(tasks.runs, tasks.first, strict=False):
+        if caches.keys().isdisjoint(run.inputs) and caches.keys().isdisjoint(run.outputs):
+            continue
+        for stretch in stretches_of(run.tiles):
+            yield task_of(run, stretch, first, 0)

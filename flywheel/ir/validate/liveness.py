@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from flywheel.ir.firing import stuck_in_queues
+from flywheel.ir.firing import ProofTask, stuck_in_queues
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
-from flywheel.ir.steps import ProofTask
 from flywheel.ir.validate.findings import MAX_FINDINGS, Findings
 
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flywheel.ir.clocks import QueueOrder
-from flywheel.ir.order import HappensBefore
-from flywheel.ir.steps import ProofTask
+from flywheel.ir.firing import ProofTask
+from flywheel.ir.order import HappensBefore, QueueOrder
 
 Cells = tuple[int, ...]
 """Numbers of cells. Accesses to the same memory share one tuple."""

@@ -9,9 +9,8 @@ from flywheel.lowering.emit.attention import emit_attention, emit_combine, merge
 from flywheel.lowering.emit.exchange import emit_exchange
 from flywheel.lowering.emit.pointwise import emit_single
 from flywheel.lowering.emit.projection import emit_projection
-from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import Group
-from flywheel.lowering.work import TileSet
 
 _CACHE_OPS = (InstructionKind.KV_APPEND, InstructionKind.ATTENTION_TILE)
 _EXCHANGES = (InstructionKind.ALLREDUCE_SHARD, InstructionKind.COPY)

@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
 from flywheel.ir.recipe import FINAL, Arg, Output, Recipe, RecipeBuilder
-from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
+from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope, TileSet, one_tile
 from flywheel.lowering.fusion import COMBINE, Group
-from flywheel.lowering.work import TileSet, one_tile
 from flywheel.models.graph import Op, quantised_names
 
 _K = InstructionKind

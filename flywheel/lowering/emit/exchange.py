@@ -6,8 +6,7 @@ from typing import Final
 
 from flywheel.ir import InstructionKind, Stretch, Tiles
 from flywheel.ir.recipe import FINAL, Recipe, RecipeBuilder
-from flywheel.lowering.emit.scope import Scope
-from flywheel.lowering.work import TileSet
+from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.models.graph import Op
 
 _K = InstructionKind

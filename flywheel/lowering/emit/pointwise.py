@@ -5,8 +5,7 @@ from __future__ import annotations
 from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind
 from flywheel.ir.opcodes import PARAM_FIELDS
 from flywheel.ir.recipe import FINAL, RecipeBuilder
-from flywheel.lowering.emit.scope import Scope
-from flywheel.lowering.work import TileSet, one_tile
+from flywheel.lowering.emit.scope import Scope, TileSet, one_tile
 from flywheel.models.graph import Op
 
 _RECIPE_ONLY = RECIPE_PARAM_FIELDS.keys() - PARAM_FIELDS.keys()

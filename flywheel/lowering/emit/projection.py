@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from flywheel.errors import ConfigError
 from flywheel.ir import DType, InstructionKind, Stretch, Tiles
 from flywheel.ir.recipe import FINAL, Arg, Recipe, RecipeBuilder
-from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import Group
-from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Op, quantised_names
 
 _K = InstructionKind

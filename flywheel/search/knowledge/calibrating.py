@@ -18,9 +18,8 @@ from flywheel.cost_model.links import link_of
 from flywheel.errors import ConfigError, UnknownNameError, UsageError
 from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
-from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.ceiling import Ceiling, PeerLink
 from flywheel.measure.floor import floor_us, weight_bytes_read
-from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, trials_of
 from flywheel.plan import program_id

@@ -10,7 +10,7 @@ from flywheel.ir.show import escaped
 from flywheel.measure.record import TrialRecord
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.workload import Workload
-from flywheel.store.shipped import Shipped
+from flywheel.store.schedule import Shipped
 from flywheel.store.sql import Store
 
 

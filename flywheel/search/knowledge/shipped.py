@@ -14,7 +14,7 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.search.knowledge.warm import WarmStart, carry, distance
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of
-from flywheel.store.shipped import Shipped, shipped_schedules
+from flywheel.store.schedule import Shipped, shipped_schedules
 
 _NO_SHAPES: Final = ("name", "family", "rope_theta", "norm_eps", "max_position", "rope_scaling", "window")
 """Fields of a spec that no schedule depends on."""

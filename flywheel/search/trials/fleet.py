@@ -1,7 +1,7 @@
 """An engine of many hosts, any of which may die.
 
 Each host has one thread more than the configs that it prepares ahead, so it can prepare one config while it measures
-another. The threads only wait: the hosts compute.
+another. The threads only wait: the hosts compute. `Host` is what a fleet asks of one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,45 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from flywheel.errors import FlywheelError, StoreError, UsageError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
+from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import Crashed, Predicted
 from flywheel.measure.record import TrialRecord
 from flywheel.search.trials.evaluate import Evaluation, Prepared
-from flywheel.search.trials.host import Host
+
+
+class Host(Protocol):
+    """A station in another process, which may die. Then each method but `end` raises WorkerDiedError.
+
+    `start` replaces a dead station. `prepare` and `measure` may be called side by side. They also raise the station's
+    own errors.
+    """
+
+    @property
+    def name(self) -> str:
+        """The host's name in messages."""
+        ...
+
+    def start(self) -> Environment:
+        """Start a fresh station, whatever became of the last one, and wait for it; return its environment."""
+        ...
+
+    def prepare(self, config: ScheduleConfig) -> Prepared:
+        """As `Station.prepare`."""
+        ...
+
+    def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
+        """As `Station.measure`."""
+        ...
+
+    def end(self, now: bool) -> None:
+        """End the station: after its work, or with `now` at once."""
+        ...
+
 
 Look = Callable[[str, Environment], TrialRecord | None]
 """The earlier trial of this program id that need not be repeated in that environment; None where there is none."""

@@ -24,8 +24,8 @@ from flywheel.plan import variant_of
 from flywheel.plan.kernels import arch_name
 from flywheel.process import usable_cores
 from flywheel.search.trials.device import missing_modules
-from flywheel.vm.gpu import quiet
 from flywheel.vm.gpu.devices import describe_gpu
+from flywheel.vm.gpu.nvml import attendant_of
 from flywheel.vm.gpu.nvrtc import compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
 from flywheel.vm.worker import Bench, Parcel, Work, enter_phase
@@ -70,7 +70,7 @@ def capture(target: GpuTarget) -> Environment:
 
 def attendant(ranks: int, pause: Callable[[float], bool] | None = None) -> Attendant:
     """What waits until this process's first `ranks` GPUs are quiet."""
-    return quiet.attendant([gpu for gpu, _ in list_gpus()][:ranks], pause)
+    return attendant_of([gpu for gpu, _ in list_gpus()][:ranks], pause)
 
 
 def make_bench(

@@ -24,9 +24,8 @@ from flywheel.search.spec import CampaignSpec
 from flywheel.search.trials import measuring, predicting
 from flywheel.search.trials.device import missing_modules, settle_measure
 from flywheel.search.trials.engine import EvaluationSetup, InlineEngine, TrialEngine
-from flywheel.search.trials.fleet import Fleet
+from flywheel.search.trials.fleet import Fleet, Host
 from flywheel.search.trials.forks import jobs_of
-from flywheel.search.trials.host import Host
 from flywheel.search.trials.processes import ProcessHost
 from flywheel.search.trials.station import Measuring, Predicting, Setup
 from flywheel.search.workload import Workload

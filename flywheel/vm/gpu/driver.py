@@ -1,4 +1,5 @@
-"""One GPU of this machine, through cuda.core: its memory, launches on one stream, and the check before a launch.
+"""One GPU of this machine, through cuda.core: its memory, pinned words of the host, launches on one
+stream, and the check before a launch.
 
 Torch may use the same GPU in the same process, since both use its primary context. Call `torch.cuda.synchronize()`
 before a launch here reads what torch wrote.
@@ -27,7 +28,32 @@ from flywheel.vm.gpu.devices import no_package
 from flywheel.vm.gpu.granules import DriverGranules, Granules
 from flywheel.vm.gpu.nvml import read_presence
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant
-from flywheel.vm.gpu.pinned import HostWord, HostWords
+
+
+@dataclass(frozen=True, slots=True)
+class HostWords:
+    """uint32 words of pinned host memory, valid until `Gpu.free_host`. The stream writes them asynchronously."""
+
+    address: int
+    array: npt.NDArray[np.uint32]
+
+
+class HostWord:
+    """A uint32 of pinned host memory that kernels can read while they run."""
+
+    def __init__(self, host_address: int, address: int) -> None:
+        self._word = ctypes.c_uint32.from_address(host_address)
+        self.address: Final = address
+
+    @property
+    def value(self) -> int:
+        """The word. Running kernels see a write."""
+        return self._word.value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._word.value = value
+
 
 _SPIN_S: Final = 0.02
 """Wall seconds that `Gpu.wait` polls without a pause: a launch takes a few ms."""

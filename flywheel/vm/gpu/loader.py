@@ -1,4 +1,5 @@
-"""One program on the GPU: its memory and tables, its launches, and the reports of launches that failed."""
+"""One program on the GPU: whether its kernel can run it, its memory and tables, its launches, and the reports of
+launches that failed."""
 
 from __future__ import annotations
 
@@ -14,16 +15,14 @@ from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, Tens
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind
 from flywheel.plan.checks import CACHE_ALIGNMENT
 from flywheel.plan.step import ABSENT
-from flywheel.vm.abi import COUNTER_STRIDE, Fault, Layout, numpy_struct
+from flywheel.vm.abi import COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, Tie, numpy_struct
 from flywheel.vm.elements import stored, stored_type, values
-from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory
-from flywheel.vm.gpu.matching import check_kernel
+from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory, check_fit
 from flywheel.vm.gpu.needed import WEIGHT_KINDS, weight_key
 from flywheel.vm.gpu.stamps import stamps_ns
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, ranks_table
 from flywheel.vm.pack.ranks import WORDS_BYTES
-from flywheel.vm.trace_abi import Anchor, Stamp, Tie
 
 __all__ = ["LoadedProgram", "ResidentWeights"]
 
@@ -385,3 +384,30 @@ class LoadedProgram:
         memory = self.gpu.alloc(nbytes)
         self._owned.append(memory)
         return memory
+
+
+def check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None:
+    """Check that a kernel can run a packed program.
+
+    Raises ConfigError where the kernel's block size, float type, rows or formats are not the program's, where one of
+    the two is for several GPUs and the other is not, and where `check_fit` does.
+    """
+    variant, target = kernel.variant, packed.program.target
+    if target is None:
+        raise ConfigError("program: no target, so no grid")
+    has = (variant.threads, variant.matrix_warps, variant.dtype.name)
+    needs = (packed.variant.threads, packed.variant.matrix_warps, packed.dtype.name)
+    if has != needs:
+        raise ConfigError(
+            "kernel for {} threads, {} matrix warps and {}: the program needs {}, {} and {}".format(*has, *needs)
+        )
+    if variant.ranked is not packed.variant.ranked:
+        raise ConfigError("kernel and program: one is of several GPUs, the other of one")
+    if variant.rows not in (0, packed.variant.rows):
+        has_rows = packed.variant.rows or "various numbers of"
+        raise ConfigError(f"kernel for products of {variant.rows} rows: the program's have {has_rows}")
+    if not set(packed.variant.formats) <= set(variant.formats):
+        raise ConfigError(
+            f"kernel for quantised formats {list(variant.formats)}: the program has {list(packed.variant.formats)}"
+        )
+    check_fit(kernel, gpu, target, packed.variant.smem_bytes)

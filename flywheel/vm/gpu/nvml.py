@@ -1,19 +1,22 @@
-"""The state of a GPU and who is on it, from NVML."""
+"""The state of a GPU and who is on it, from NVML, and waiting until GPUs are quiet."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import Event
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from flywheel.measure.latency import GpuState
-from flywheel.measure.tenants import GpuPresence, Tenant
+from flywheel.measure.tenants import Attendant, GpuPresence, Tenant, together
+from flywheel.vm.watching import tell
 
 _T = TypeVar("_T")
 
@@ -183,3 +186,16 @@ def _told(nvml: Any, ask: Callable[..., _T], *arguments: Any) -> _T | None:
         return ask(*arguments)
     except nvml.NVMLError:
         return None
+
+
+def attendant_of(gpus: Sequence[str], pause: Callable[[float], bool] | None = None) -> Attendant:
+    """What waits until the GPUs, by PCI address or UUID, are quiet, and says so on stderr. This process or a descendant
+    must be on them.
+
+    `pause` is as `Attendant` takes it; without it, this thread sleeps.
+    """
+
+    def read() -> GpuPresence:
+        return together([read_presence(gpu) for gpu in gpus] or [GpuPresence()])
+
+    return Attendant(read, tell, pause or Event().wait, monotonic)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.vm.trace_abi import Anchor, Stamp
+from flywheel.vm.abi import Anchor, Stamp
 
 Times = npt.NDArray[np.uint64]
 Sms = npt.NDArray[np.integer[Any]]

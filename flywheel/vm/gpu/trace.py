@@ -15,8 +15,8 @@ import numpy.typing as npt
 from flywheel.errors import TraceError
 from flywheel.ir import Task
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.vm.abi import Stamp
 from flywheel.vm.pack import PackedProgram
-from flywheel.vm.trace_abi import Stamp
 
 Stamps = npt.NDArray[np.uint64]
 """[instruction, Stamp] in ns of the GPU's global timer; 0 is a stamp that the task did not set."""

@@ -17,11 +17,10 @@ from flywheel.cost_model.calibration import dump_calibration
 from flywheel.cost_model.links import Link
 from flywheel.cost_model.machine import machine_for
 from flywheel.errors import UnknownNameError, UsageError, WorkerDiedError
-from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.ceiling import Ceiling, PeerLink
 from flywheel.measure.environment import Environment
 from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
-from flywheel.measure.peer_link import PeerLink
 from flywheel.measure.verdict import judge
 from flywheel.plan import program_id
 from flywheel.search.knowledge.calibrating import LEAST_CONFIGS, Calibrated, calibrate, select, split

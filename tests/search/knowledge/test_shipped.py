@@ -17,8 +17,8 @@ from flywheel.search.opening import open_campaign
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.search.workload import Workload, make_workload
-from flywheel.store import shipped as files
-from flywheel.store.shipped import SHIPPED, Shipped, shipped_schedules
+from flywheel.store import schedule as files
+from flywheel.store.schedule import SHIPPED, Shipped, shipped_schedules
 from flywheel.store.sql import open_store
 from flywheel.vm.pack import pack_any
 

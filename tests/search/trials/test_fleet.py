@@ -24,9 +24,8 @@ from flywheel.ir import ScheduleConfig
 from flywheel.measure.outcome import Crashed, Measured, Predicted, TimedOut
 from flywheel.search.space import make_space
 from flywheel.search.trials.engine import InlineEngine
-from flywheel.search.trials.fleet import STARTS, Fleet, Look
+from flywheel.search.trials.fleet import STARTS, Fleet, Host, Look
 from flywheel.search.trials.forks import expect_forks
-from flywheel.search.trials.host import Host
 from flywheel.search.trials.processes import ProcessHost
 from flywheel.search.trials.station import Measuring, Predicting, Setup
 from flywheel.vm.client import Limits

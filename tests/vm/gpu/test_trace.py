@@ -15,9 +15,9 @@ from flywheel.ir import InstructionKind as K
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.vm.abi import Stamp
 from flywheel.vm.gpu.trace import Phase, Stamps, _multiplies, hand_offs, read_stamps
 from flywheel.vm.pack import PackedProgram, pack
-from flywheel.vm.trace_abi import Stamp
 
 
 @pytest.fixture
