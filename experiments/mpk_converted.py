@@ -18,8 +18,7 @@ from mpk_steps import CONTEXT, LLAMA_8B, llama_document
 from flywheel.cli.decoding import lower_model
 from flywheel.decode.source import open_source
 from flywheel.interop.mpk.converting import convert
-from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.reading import read_graph
+from flywheel.interop.mpk.graph import MpkGraph, read_graph
 from flywheel.ir import TARGETS
 from flywheel.judge.trace import trace_step
 

@@ -20,13 +20,11 @@ from pathlib import Path
 
 from mpk_steps import CONTEXT, LLAMA_1B, LLAMA_8B, llama_document
 
-from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.grouping import components
-from flywheel.interop.mpk.predicting import bounds_of
+from flywheel.interop.mpk.graph import MpkGraph, read_graph
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.reading import read_graph
 from flywheel.interop.mpk.repairing import repair
-from flywheel.interop.mpk.timing import H200
+from flywheel.interop.mpk.rescheduling import components
+from flywheel.interop.mpk.timing import H200, bounds_of
 from flywheel.search.task_graphs import WORKERS, TriedSchedule, search_graphs
 
 GRAPHS = Path(__file__).parents[1] / "tests" / "interop" / "mpk" / "graphs"

@@ -16,10 +16,9 @@ from random import Random
 from statistics import median
 from time import process_time
 
-from flywheel.interop.mpk.graph import INVALID, MpkGraph
+from flywheel.interop.mpk.graph import INVALID, MpkGraph, read_graph
 from flywheel.interop.mpk.joint import n_ranks
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.reading import read_graph
 from flywheel.interop.mpk.repairing import repair
 
 GRAPHS = Path(__file__).parents[1] / "tests" / "interop" / "mpk" / "graphs"

@@ -16,9 +16,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.interop.mpk.graph import INVALID
-from flywheel.interop.mpk.predicting import bounds_of, predict_step
-from flywheel.interop.mpk.reading import read_graph
+from flywheel.interop.mpk.graph import INVALID, read_graph
+from flywheel.interop.mpk.timing import bounds_of, predict_step
 
 BF16: Final = 941
 INT64: Final = 965

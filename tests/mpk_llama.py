@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flywheel.interop.mpk.graph import INVALID, MpkGraph
-from flywheel.interop.mpk.reading import read_graph
+from flywheel.interop.mpk.graph import INVALID, MpkGraph, read_graph
 from flywheel.models.spec import DecoderSpec
 
 TILE = 16

@@ -26,13 +26,11 @@ from flywheel.cli.options import (
 from flywheel.cli.task_graphs import prediction, searched, show_results, verdict
 from flywheel.cli.text import show, show_json
 from flywheel.errors import InvalidProgramError, IrFormatError, UsageError
-from flywheel.interop.mpk.facts import describe
-from flywheel.interop.mpk.graph import MpkGraph
+from flywheel.interop.mpk.explain import describe
+from flywheel.interop.mpk.graph import MpkGraph, read_graph, write_graph
 from flywheel.interop.mpk.joint import n_ranks
-from flywheel.interop.mpk.predicting import bounds_of, predict_step
 from flywheel.interop.mpk.proof import check as prove
-from flywheel.interop.mpk.reading import read_graph, write_graph
-from flywheel.interop.mpk.timing import H200, Timing
+from flywheel.interop.mpk.timing import H200, Timing, bounds_of, predict_step
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir.files import MAX_FILE_BYTES
 from flywheel.ir.show import did_you_mean, escaped

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from flywheel.cli.text import ABSENT, pairs, percent, show, show_table, size, us
 from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.predicting import Bounds, hand_offs, shares
 from flywheel.interop.mpk.rescheduling import EVENTS, LAUNCHES, ORDERS
-from flywheel.interop.mpk.timing import H200, Timing
+from flywheel.interop.mpk.timing import H200, Bounds, Timing, hand_offs, shares
 from flywheel.ir import Finding, ValidationResult
 from flywheel.measure.floor import floor_fraction
 

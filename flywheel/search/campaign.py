@@ -27,8 +27,7 @@ from flywheel.search.knowledge.importing import priors_of
 from flywheel.search.knowledge.warm import starts_of
 from flywheel.search.noise import gain
 from flywheel.search.rows import to_record
-from flywheel.search.sampling.foresight import Foreseen, Foresight
-from flywheel.search.sampling.prefilter import Prefilter
+from flywheel.search.sampling.foresight import Foreseen, Foresight, Prefilter
 from flywheel.search.sampling.study import NOT_TRIED, CampaignStudy, Told
 from flywheel.search.space import Space
 from flywheel.search.spec import CampaignSpec

@@ -8,12 +8,9 @@ from math import inf, prod
 from typing import Final
 
 from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.grouping import components
-from flywheel.interop.mpk.predicting import predict_step
-from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.rescheduling import EVENTS, LAUNCHES, ORDERS, GraphSchedule, launch_of, reschedule
-from flywheel.interop.mpk.structure import check_queue_lengths
-from flywheel.interop.mpk.timing import H200, Runtime
+from flywheel.interop.mpk.proof import check, check_queue_lengths
+from flywheel.interop.mpk.rescheduling import EVENTS, LAUNCHES, ORDERS, GraphSchedule, components, launch_of, reschedule
+from flywheel.interop.mpk.timing import H200, Runtime, predict_step
 from flywheel.ir.validate.findings import Findings
 from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Dimension

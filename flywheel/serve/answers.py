@@ -1,9 +1,10 @@
-"""Answers that decode together: each waits for a free row, joins between two launches, and leaves when it ends."""
+"""Answers that decode together: each waits for a free row, joins between two launches, and leaves when it ends.
+Their tokens may come with log-probabilities."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -11,8 +12,50 @@ from weakref import ref
 
 from flywheel.errors import CacheMemoryError, FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
 from flywheel.runtime.sequences import Made, Request, Sampling, Sequences, Session
-from flywheel.serve.likely import Likely, Speller
 from flywheel.serve.text import DecodeEach, Streamer, push_all
+
+Spelled = tuple[str, tuple[int, ...] | None]
+"""A token's text within its context, and its bytes; None if they are not known."""
+
+Spell = Callable[[Sequence[int]], list[Spelled]]
+
+_KEPT: Final = 4096
+"""The number of token texts that are cached. An answer rarely has more different likeliest tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """A token with its log-probability. `text` is its own text, without neighbours; `raw` are its bytes, None if they
+    are not known."""
+
+    token_id: int
+    text: str
+    raw: tuple[int, ...] | None
+    logprob: float
+
+
+class Speller:
+    """Texts of tokens, cached."""
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+        self._known: dict[int, Spelled] = {}
+
+    def likely(self, made: Made) -> tuple[Likely | None, tuple[Likely, ...]]:
+        """(the chosen token, the likeliest tokens), with log-probabilities; (None, ()) if the request did not ask for
+        them."""
+        if made.logprobs is None:
+            return None, ()
+        pairs = ((made.token, made.logprobs.chosen), *made.logprobs.top)
+        missing = list(dict.fromkeys(token for token, _ in pairs if token not in self._known))
+        if len(self._known) + len(missing) > _KEPT:
+            self._known.clear()
+            missing = list(dict.fromkeys(token for token, _ in pairs))
+        if missing:
+            self._known.update(zip(missing, self._spell(missing), strict=True))
+        first, *rest = (Likely(token, *self._known[token], logprob) for token, logprob in pairs)
+        return first, tuple(rest)
+
 
 Finish = Literal["stop", "length"]
 

@@ -19,8 +19,7 @@ from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer, no_tokenizer
 from flywheel.runtime.sequences import GREEDY, Sampling, Session, make_request
-from flywheel.serve.answers import Answer, Batch, Finish, Piece
-from flywheel.serve.likely import Likely, Spelled, Speller
+from flywheel.serve.answers import Answer, Batch, Finish, Likely, Piece, Spelled, Speller
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
 

@@ -16,9 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 
 from flywheel.errors import UsageError
 from flywheel.runtime.sequences import MOST_LIKELY, Sampling
-from flywheel.serve.answers import Piece
+from flywheel.serve.answers import Likely, Piece
 from flywheel.serve.fields import Prompt, asking, document_of, malformed, prompts, stops, text_of, within
-from flywheel.serve.likely import Likely
 from flywheel.serve.worker import Ask
 
 _MOST_CHOICES: Final = 128

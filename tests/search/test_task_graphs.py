@@ -5,11 +5,10 @@ import lzma
 from collections import Counter
 from pathlib import Path
 
-from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.predicting import bounds_of, predict_step
+from flywheel.interop.mpk.graph import MpkGraph, read_graph
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.reading import read_graph
 from flywheel.interop.mpk.repairing import repair
+from flywheel.interop.mpk.timing import bounds_of, predict_step
 from flywheel.search.task_graphs import search_graphs, space_of
 
 GRAPHS = Path(__file__).parents[1] / "interop" / "mpk" / "graphs"

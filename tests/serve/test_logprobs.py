@@ -14,9 +14,8 @@ from serve.conftest import Served
 from serve.test_server import MESSAGES, client_of, post
 
 from flywheel.runtime.sequences import Sampling
-from flywheel.serve.answers import Piece
+from flywheel.serve.answers import Likely, Piece
 from flywheel.serve.decoder import Completion, Decoder
-from flywheel.serve.likely import Likely
 from flywheel.serve.openai import logprobs_of
 
 CLOSE = 2e-4

@@ -18,6 +18,7 @@ from flywheel.interop.mpk.graph import (
     INVALID,
     MpkGraph,
     event_id,
+    graph_of,
     is_remote,
     place_of,
     rank_of,
@@ -25,7 +26,6 @@ from flywheel.interop.mpk.graph import (
 from flywheel.interop.mpk.joint import JointTask, counter_of, nodes_of
 from flywheel.interop.mpk.kinds import BEGIN, PUTS
 from flywheel.interop.mpk.proof import Races, check, races_of
-from flywheel.interop.mpk.reading import graph_of
 from flywheel.ir.firing import fire
 from flywheel.ir.validate.findings import ValidationResult
 from flywheel.ir.validate.sweep import Clash

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.interop.mpk.graph import MpkGraph
+from flywheel.interop.mpk.graph import MpkGraph, read_graph
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.reading import read_graph
 from flywheel.ir.validate.findings import ValidationResult
 
 GRAPHS = Path(__file__).parent / "graphs"

@@ -14,8 +14,7 @@ from flywheel.decode.cuda import CudaModel, prepare_torch
 from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import NoGpuError, UnsupportedModelError
 from flywheel.interop.mpk.converting import convert
-from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.reading import read_graph
+from flywheel.interop.mpk.graph import MpkGraph, read_graph
 from flywheel.interop.mpk.rescheduling import GraphSchedule, reschedule
 from flywheel.ir import TARGETS, DType, InstructionKind, MegakernelProgram, validate
 from flywheel.judge.verdicts import verify

@@ -13,8 +13,7 @@ from work import lines_run
 from flywheel.interop.mpk.graph import INVALID, MpkGraph, event_id
 from flywheel.interop.mpk.joint import mirrored
 from flywheel.interop.mpk.kinds import KINDS
-from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.structure import CODES
+from flywheel.interop.mpk.proof import CODES, check
 from flywheel.ir.validate.findings import ValidationResult
 
 SAFE = ["micro_2layer", "tiny", "tinyamp", "tinybw", "tinysplit", "l1b", "q06", "q8b"]

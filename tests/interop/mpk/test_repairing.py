@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from flywheel.interop.mpk.graph import EMPTY, END, INVALID, MpkGraph, is_remote
+from flywheel.interop.mpk.graph import EMPTY, END, INVALID, MpkGraph, is_remote, read_graph, write_graph
 from flywheel.interop.mpk.kinds import BEGIN, STRIDED_PUT
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.reading import read_graph, write_graph
 from flywheel.interop.mpk.repairing import Repair, repair
 
 Graphs = Callable[..., MpkGraph]

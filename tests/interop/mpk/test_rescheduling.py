@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from flywheel.interop.mpk.graph import LAUNCH_MASSIVE, MpkGraph
-from flywheel.interop.mpk.grouping import components
-from flywheel.interop.mpk.predicting import bounds_of, predict_step
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.rescheduling import LAUNCHES, ORDERS, GraphSchedule, launch_of, reschedule
-from flywheel.interop.mpk.timing import H200
+from flywheel.interop.mpk.rescheduling import LAUNCHES, ORDERS, GraphSchedule, components, launch_of, reschedule
+from flywheel.interop.mpk.timing import H200, bounds_of, predict_step
 
 SAFE = ["micro_2layer", "tinysplit"]
 

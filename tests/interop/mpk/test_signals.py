@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.interop.mpk.graph import INVALID, event_id
+from flywheel.interop.mpk.graph import INVALID, event_id, read_graph
 from flywheel.interop.mpk.proof import check, races_of
-from flywheel.interop.mpk.reading import read_graph
 
 IDENTITY, PUT, SPLITK = 121, 301, 163
 

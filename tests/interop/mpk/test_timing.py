@@ -12,11 +12,9 @@ from types import ModuleType
 import pytest
 from effort import LONG
 
-from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.predicting import bounds_of, predict_step, shares
+from flywheel.interop.mpk.graph import MpkGraph, read_graph
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.reading import read_graph
-from flywheel.interop.mpk.timing import H200, streamed_bytes
+from flywheel.interop.mpk.timing import H200, bounds_of, predict_step, shares, streamed_bytes
 from flywheel.report.chrome import chrome_trace
 from flywheel.report.mpk import mpk_slices
 

@@ -20,8 +20,8 @@ from flywheel.measure.outcome import Crashed, Measured, Predicted
 from flywheel.measure.record import JUDGED_WITH, MEASURED_WITH, TrialRecord
 from flywheel.search.campaign import CampaignResult, CampaignRun
 from flywheel.search.opening import open_campaign
-from flywheel.search.sampling import prefilter
-from flywheel.search.sampling.prefilter import Prefilter
+from flywheel.search.sampling import foresight
+from flywheel.search.sampling.foresight import Prefilter
 from flywheel.search.sampling.study import NOT_TRIED, CampaignStudy, Told
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, with_name
@@ -158,7 +158,7 @@ def test_good_schedules_of_elsewhere_are_measured_whatever_is_predicted(site: Si
 
 
 def test_resuming_decides_by_the_rows_alone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefilter, "lower", None)  # nothing is lowered again
+    monkeypatch.setattr(foresight, "lower", None)  # nothing is lowered again
     for name in ("first", "second"):
         for trials in (9, 20):
             site.run(name=name, sampler="random", trials=trials)

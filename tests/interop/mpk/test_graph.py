@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.interop.mpk.converting import convert
-from flywheel.interop.mpk.graph import INVALID, MpkGraph, event_id, is_remote, place_of, rank_of
-from flywheel.interop.mpk.predicting import bounds_of, predict_step
+from flywheel.interop.mpk.graph import (
+    INVALID,
+    METADATA,
+    MpkGraph,
+    event_id,
+    is_remote,
+    place_of,
+    rank_of,
+    read_graph,
+    write_graph,
+)
 from flywheel.interop.mpk.proof import check
-from flywheel.interop.mpk.reading import METADATA, read_graph, write_graph
 from flywheel.interop.mpk.rescheduling import LAUNCHES, GraphSchedule, reschedule
+from flywheel.interop.mpk.timing import bounds_of, predict_step
 from flywheel.ir import TARGETS
 from flywheel.models.spec import DecoderSpec
 
