@@ -42,6 +42,8 @@ LIMIT_S = 45.0
 STOPPED_S = 30.0
 """How long a process may be stopped: a run that takes longer was held up by one."""
 HANG_S = 300.0
+EXPECTED = ("Known: ", "trials ", "Latencies ")
+"""Beginnings of lines that are no complaints."""
 SAMPLERS = ("grid", "descent", "local", "tpe", "gp", "cmaes", "random")
 EXACT = ("grid", "descent", "local")
 """Samplers that try nothing twice."""
@@ -121,7 +123,7 @@ class Search:
     def complaints(self) -> list[str]:
         """What it says on stderr beside its progress."""
         lines = (self._said / "err").read_text(encoding="utf-8").splitlines()
-        return [line for line in lines if line and not line.startswith(("trials ", "Latencies ", str(self._folder)))]
+        return [line for line in lines if line and not line.startswith((*EXPECTED, str(self._folder)))]
 
 
 @dataclass(frozen=True, slots=True)

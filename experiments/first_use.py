@@ -36,8 +36,8 @@ SEARCH = ("--model", "smollm2-135m", "--gpu", "h100", "--measure", "predict", "-
 COMPILE_S = 30.0
 """About what compiling takes here: kills and stops fall into it."""
 HANG_S = 600.0
-EXPECTED = ("compiling", "trial", "Latencies", "smollm2-135m", "is stopped", "waits for another", "is not kept",
-            "has not answered")  # fmt: skip
+EXPECTED = ("Known: ", "compiling", "trial", "Latencies", "smollm2-135m", "is stopped", "waits for another",
+            "is not kept", "has not answered")  # fmt: skip
 """What lines on stderr may say."""
 
 Fault = Callable[["Place"], None]

@@ -49,6 +49,8 @@ FILE: Final = Path(__file__).parent / "golden" / "replay.tsv"
 KERNELS: Final = FILE.with_name("kernels.tsv")
 DRAWN: Final = 300
 """Works with a drawn schedule. The shipped schedules are works, too."""
+UNLIKE: Final = 12
+"""Works of models with several kinds of layers."""
 
 _TINY: Final = (
     DecoderSpec("llama-tiny", "llama", 64, 96, 2, 4, 2, 16, 160, 1e4, 1e-5, 512,
@@ -67,8 +69,13 @@ _MIDDLE: Final = (
     DecoderSpec("qwen2-middle", "qwen2", 896, 2432, 5, 14, 2, 64, 6000, 1e6, 1e-6, 4096, qkv_bias=True),
     DecoderSpec("qwen3-middle", "qwen3", 768, 2304, 9, 12, 6, 64, 5000, 1e6, 1e-6, 4096, qk_norm=True),
 )  # fmt: skip
-MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE)}
-_JUDGED: Final = tuple([spec.name for spec in _TINY])
+_UNLIKE: Final = (
+    DecoderSpec("smollm3-tiny", "smollm3", 64, 96, 3, 12, 12, 16, 160, 1e6, 1e-6, 512, tied_head=True, nope_every=2),
+    DecoderSpec("smollm3-deep", "smollm3", 64, 192, 9, 12, 1, 16, 200, 1e6, 1e-6, 512, nope_every=2),
+)
+"""Models of several kinds of layers. They have works of their own, behind all others."""
+MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE)}
+_JUDGED: Final = tuple([spec.name for spec in (*_TINY, *_UNLIKE)])
 _FORMATS: Final = (
     "-", "-", "-", "int4", "int4-g64", "int4-g32-zeros", "int4-g32-f32", "int8", "int8-tensor", "int8-g32-zeros",
     "fp8", "fp8-block", "fp8-tensor", "int4-g32,lm_head=int8", "int8,down_proj=fp8", "fp8,o_proj=int4-g32-zeros",
@@ -154,16 +161,21 @@ def draw() -> list[Work]:
             Work(number, found.model, found.dtype, weights, gpu, TARGETS[gpu].num_sms, ranks, found.batch, 1,
                  found.context, each.stem, ())
         )  # fmt: skip
-    return [*map(_drawn, range(DRAWN)), *shipped]
+    alike = [spec.name for spec in (*_TINY, *_MIDDLE)]
+    drawn = [_drawn(number, alike) for number in range(DRAWN)]
+    first = DRAWN + len(shipped)
+    unlike = [_drawn(number, [spec.name for spec in _UNLIKE]) for number in range(first, first + UNLIKE)]
+    return [*drawn, *shipped, *unlike]
 
 
-def _drawn(number: int) -> Work:
-    """A work that the kernels run; of every 25th the first that was drawn, which they mostly run."""
+def _drawn(number: int, models: Sequence[str]) -> Work:
+    """A work of one of the models that the kernels run; of every 25th the first that was drawn, which they mostly
+    run."""
     chance, gpus = random.Random(f"replay {number}"), ["h100", "h200", *TARGETS]
     gpu, (batch, lanes) = gpus[number % len(gpus)], _ROWS[number % len(_ROWS)]
     ranks = 1 if lanes > 1 else (1, 1, 2, 3, 4)[number // len(_ROWS) % 5]
     while True:
-        model = chance.choice([*MODELS, *[spec.name for spec in _MIDDLE]])
+        model = chance.choice([*models, *[spec.name for spec in _MIDDLE if spec.name in models]])
         work = Work(
             number, model, chance.choice(("bf16", "bf16", "f16", "f32")), chance.choice(_FORMATS), gpu,
             chance.choice((6, 6, 16, TARGETS[gpu].num_sms)), ranks, batch, lanes,

@@ -86,7 +86,7 @@ class Prefill:
         x = self._embed[tokens]
         for index, layer in enumerate(self._layers):
             normed = rms_norm(x, width, layer["input_norm"], eps)
-            q, keys, values = self._heads(normed, layer, turn)
+            q, keys, values = self._heads(normed, layer, turn if self._spec.has_rope(index) else None)
             caches.append(index, row, start, keys, values)
             if index == len(self._layers) - 1:
                 return
@@ -96,7 +96,7 @@ class Prefill:
             x = x + linear(silu(gate) * up, layer["down_proj"])
 
     def _heads(
-        self, x: Tensor, layer: _Layer, turn: tuple[Tensor, Tensor]
+        self, x: Tensor, layer: _Layer, turn: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [S, hidden], normalised -> queries [S, n_heads, head_dim], keys and values [S, n_kv_heads, head_dim]."""
         spec = self._spec
@@ -105,6 +105,8 @@ class Prefill:
         if spec.qk_norm:
             q = rms_norm(q, (spec.head_dim,), layer["q_norm"], spec.norm_eps)
             k = rms_norm(k, (spec.head_dim,), layer["k_norm"], spec.norm_eps)
+        if turn is None:
+            return q, k, v
         turned = _rotate(torch.cat((q, k), 1), turn)
         return turned[:, : spec.n_heads], turned[:, spec.n_heads :], v
 

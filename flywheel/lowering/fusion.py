@@ -16,7 +16,7 @@ COMBINE: Final = "attn_combine"
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A run of operations that can be fused: all of `anchors`, after any suffix of `before`, before any prefix of
-    `after`."""
+    `after`. A layer may have fewer operations; the run then leaves them out."""
 
     before: tuple[str, ...]
     anchors: tuple[str, ...]
@@ -24,10 +24,10 @@ class Pattern:
 
     def admits(self, group: frozenset[str], present: frozenset[str]) -> bool:
         """Whether `group` is such a run, in a model with the operations `present`."""
-        before = [name for name in self.before if name in present]
+        before, anchors = ([name for name in names if name in present] for names in (self.before, self.anchors))
         heads = [frozenset(before[start:]) for start in range(len(before) + 1)]
         tails = [frozenset(self.after[:end]) for end in range(len(self.after) + 1)]
-        return any(group == head.union(self.anchors, tail) for head in heads for tail in tails)
+        return bool(anchors) and any(group == head.union(anchors, tail) for head in heads for tail in tails)
 
 
 PATTERNS: Final = {

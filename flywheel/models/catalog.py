@@ -1,7 +1,7 @@
 """Published decoders by name. Adding a model is adding a record.
 
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
-Mistral-7B-v0.3, Qwen2.5-7B, Qwen3-0.6B, Qwen3-8B, Qwen3-14B and SmolLM2-135M.
+Mistral-7B-v0.3, Qwen2.5-7B, Qwen3-0.6B, Qwen3-8B, Qwen3-14B, SmolLM2-135M and SmolLM3-3B.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _SPECS: Final = (
     DecoderSpec("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
     DecoderSpec("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
     DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
+    DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
+                nope_every=4),
 )  # fmt: skip
 
 CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec for spec in _SPECS})

@@ -1,5 +1,5 @@
 """Fields of a `config.json` that may ask for another arithmetic, and the values that do not. Source: transformers 5.23,
-`models/{llama,mistral,qwen2,qwen3}`, and its `cache_utils.py` and `masking_utils.py`."""
+the `models/` of the families, and its `cache_utils.py` and `masking_utils.py`."""
 
 from __future__ import annotations
 

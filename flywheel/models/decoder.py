@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import ABI_MAX_ROWS, COMPUTE_DTYPES, BufferKind, DType, InstructionKind
+from flywheel.models.families import family_of
 from flywheel.models.formats import HEAD, PLAIN, WeightFormat, WeightFormats
 from flywheel.models.graph import Block, Graph, Op, Tensor, codes_of, scales_of, stream_names, zeros_of
 from flywheel.models.spec import (
@@ -46,6 +48,9 @@ def decode_step(
     spec.check_context(context)
     if not 1 <= lanes <= context or batch % lanes:
         raise ConfigError(f"{spec.name}: {lanes} lanes of batch {batch} at context {context}")
+    layers = family_of(spec).layers(spec, context, lanes)
+    kinds = [layer for place, layer in enumerate(layers) if layer not in layers[:place]]
+    tensors = _layer_tensors(spec, context, dtype, batch, formats, lanes)
     return Graph(
         model=spec.name,
         dtype=dtype,
@@ -54,8 +59,8 @@ def decode_step(
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
         prologue=_prologue(spec, dtype, batch),
-        kinds=(_layer(spec, context, dtype, batch, formats, lanes),),
-        order=(0,) * spec.n_layers,
+        kinds=tuple([_block(tensors, kind) for kind in kinds]),
+        order=tuple([kinds.index(layer) for layer in layers]),
         epilogue=_epilogue(spec, dtype, batch, formats),
         batch=batch,
         lanes=lanes,
@@ -97,9 +102,10 @@ def _matrix(
     ]
 
 
-def _layer(
+def _layer_tensors(
     spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: WeightFormats, lanes: int
-) -> Block:
+) -> list[Tensor]:
+    """The tensors that a layer of any kind may name."""
     shapes = layer_weight_shapes(spec)
     tensors = [
         tensor
@@ -116,55 +122,7 @@ def _layer(
     tensors += [Tensor(name, _ACT, dtype, (batch, width)) for name, width in widths.items()]
     caches = [cache_names(side, spec.n_kv_heads, batch // lanes) for side in "kv"]
     tensors += [Tensor(name, _CACHE, dtype, (context, 1, spec.head_dim)) for side in caches for name in side]
-    return _block(tensors, [*_attention_ops(spec, context, lanes), *_mlp_ops(spec)])
-
-
-def _attention_ops(spec: DecoderSpec, context: int, lanes: int) -> list[Op]:
-    hidden, head_dim = spec.hidden, spec.head_dim
-    per_head = {"eps": spec.norm_eps, "hidden": head_dim}
-    rope: dict[str, Any] = {"head_dim": head_dim, "theta": spec.rope_theta}
-    if spec.rope_scaling is not None:
-        scaling = spec.rope_scaling
-        rope |= {
-            "rope_factor": scaling.factor,
-            "rope_low_freq_factor": scaling.low_freq_factor,
-            "rope_high_freq_factor": scaling.high_freq_factor,
-            "rope_original_max_position": scaling.original_max_position,
-        }
-    attend = {
-        "head_dim": head_dim, "kv_start": 0, "kv_len": context, "scale": head_dim**-0.5,
-        "n_heads": spec.n_heads, "n_kv_heads": spec.n_kv_heads,
-    }  # fmt: skip
-    q, k = ("q_normed", "k_normed") if spec.qk_norm else ("q", "k")
-    norms = [
-        Op("q_norm", _K.RMSNORM, ("q", "q_norm.w"), "q_normed", per_head),
-        Op("k_norm", _K.RMSNORM, ("k", "k_norm.w"), "k_normed", per_head),
-    ]
-    pos = {"pos": context - lanes}
-    return [
-        Op("attn_norm", _K.RMSNORM, ("x", "input_norm.w"), "attn_in", {"eps": spec.norm_eps, "hidden": hidden}),
-        *(_projection(spec, f"{side}_proj", "attn_in", side, hidden, f"{side}_bias") for side in "qkv"),
-        *(norms if spec.qk_norm else []),
-        Op("q_rope", _K.ROPE, (q, "position"), "q_rot", rope),
-        Op("k_rope", _K.ROPE, (k, "position"), "k_rot", rope),
-        Op("k_append", _K.KV_APPEND, ("k_rot",), "k_cache", pos),
-        Op("v_append", _K.KV_APPEND, ("v",), "v_cache", pos),
-        Op("attention", _K.ATTENTION_TILE, ("q_rot", "k_cache", "v_cache"), "attn", attend),
-        _projection(spec, "o_proj", "attn", "attn_out", spec.q_width),
-        Op("attn_add", _K.ADD, ("attn_out", "x"), "x_mid"),
-    ]
-
-
-def _mlp_ops(spec: DecoderSpec) -> list[Op]:
-    norm = {"eps": spec.norm_eps, "hidden": spec.hidden}
-    return [
-        Op("mlp_norm", _K.RMSNORM, ("x_mid", "post_attention_norm.w"), "mlp_in", norm),
-        _projection(spec, "gate_proj", "mlp_in", "gate", spec.hidden),
-        _projection(spec, "up_proj", "mlp_in", "up", spec.hidden),
-        Op("silu_mul", _K.SILU_MUL, ("gate", "up"), "act"),
-        _projection(spec, "down_proj", "act", "mlp_out", spec.intermediate),
-        Op("mlp_add", _K.ADD, ("mlp_out", "x_mid"), "x_out"),
-    ]
+    return tensors
 
 
 def _epilogue(spec: DecoderSpec, dtype: DType, batch: int, formats: WeightFormats) -> Block:
@@ -191,10 +149,5 @@ def _epilogue(spec: DecoderSpec, dtype: DType, batch: int, formats: WeightFormat
     )
 
 
-def _projection(spec: DecoderSpec, name: str, x: str, out: str, depth: int, bias: str | None = None) -> Op:
-    operands = (x, f"{name}.w", f"{bias}.w") if bias and spec.qkv_bias else (x, f"{name}.w")
-    return Op(name, _K.GEMV_TILE, operands, out, {"K": depth})
-
-
-def _block(tensors: list[Tensor], ops: list[Op]) -> Block:
+def _block(tensors: list[Tensor], ops: Sequence[Op]) -> Block:
     return Block({tensor.name: tensor for tensor in tensors}, tuple(ops))

@@ -218,8 +218,9 @@ class EagerDecoder:
         start, stop = self._length, self._length + len(tokens)
         turn = turns(self._own, torch.arange(start, stop, device=self.device))
         x = self._own.embed[tokens]
-        for weights, cache in zip(self._own.layers, self._cache, strict=True):
-            x = x + self._attention(self._norm(x, weights["input_norm"]), weights, cache, turn)
+        for layer, (weights, cache) in enumerate(zip(self._own.layers, self._cache, strict=True)):
+            own = turn if self.spec.has_rope(layer) else torch.ones_like(turn)
+            x = x + self._attention(self._norm(x, weights["input_norm"]), weights, cache, own)
             x = x + self._mlp(self._norm(x, weights["post_attention_norm"]), weights)
         self._length = stop
         return x

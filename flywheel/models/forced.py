@@ -113,6 +113,8 @@ class _Layers:
         heads = {"q": spec.n_heads, "k": spec.n_kv_heads, "v": spec.n_kv_heads}
         normed = self._take("attn_in", self._norm(x, "input_norm"))
         made = {}
+        rope = torch.tensor([spec.has_rope(layer) for layer in self.layers], device=turn.device)
+        own_turn = torch.where(rope[:, None, None, None], turn, torch.ones_like(turn))
         for side, count in heads.items():
             flat = self._product(normed, f"{side}_proj")
             if spec.qkv_bias:
@@ -123,7 +125,7 @@ class _Layers:
             if spec.qk_norm:
                 flat = _rounded(own, self._norm(made[side], f"{side}_norm").flatten(2))
                 made[side] = self._take(f"{side}_normed", flat, heads[side]).view_as(made[side])
-            flat = _rounded(own, rotate(made[side], turn, own.wide).flatten(2))
+            flat = _rounded(own, rotate(made[side], own_turn, own.wide).flatten(2))
             made[side] = self._take(f"{side}_rot", flat, heads[side]).view_as(made[side])
         for side in "kv":
             made[side] = self._take(f"{side}_cache", made[side].flatten(2), heads[side]).view_as(made[side])

@@ -7,10 +7,7 @@ absent field has the default of the model's configuration class. Source: hugging
 
 from __future__ import annotations
 
-import json
-import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -18,54 +15,21 @@ from typing import Final
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.ir.files import parse_json
 from flywheel.models.config_fields import FOREIGN, NEUTRAL, OFF, ONE, Neutral
+from flywheel.models.config_reading import Fields, shown
+from flywheel.models.families import FAMILIES
+from flywheel.models.family import Family
 from flywheel.models.schemes import Scheme, read_scheme
 from flywheel.models.spec import (
     MAX_CONTEXT,
-    MAX_DIM,
-    MAX_FLOAT,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_VOCAB,
     DecoderSpec,
-    Family,
     RopeScaling,
 )
 
 _MAX_FILE_BYTES: Final = 4 * 1024**2
 
-
-@dataclass(frozen=True, slots=True)
-class _FamilyRules:
-    """The behaviour of transformers' code for one model_type, also where a field is absent."""
-
-    family: Family
-    architecture: str
-    n_kv_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    sliding_window: int | None = None
-    window_needs_flag: bool = False  # sliding_window counts only with use_sliding_window
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    biases: tuple[str, ...] = ()  # fields that ask for further biases
-
-
-_WINDOW: Final = 4096
-_WINDOW_LAYERS: Final = 28
-"""Defaults of `sliding_window` and `max_window_layers`, the first layer with a window where they need a flag."""
-
-_FAMILIES: Final = MappingProxyType(
-    {
-        "llama": _FamilyRules("llama", "LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
-        "mistral": _FamilyRules("mistral", "MistralForCausalLM", n_kv_heads=8, sliding_window=_WINDOW),
-        "qwen2": _FamilyRules(
-            "qwen2", "Qwen2ForCausalLM", n_kv_heads=32, sliding_window=_WINDOW, window_needs_flag=True, qkv_bias=True
-        ),
-        "qwen3": _FamilyRules(
-            "qwen3", "Qwen3ForCausalLM", n_kv_heads=32, head_dim=128, sliding_window=_WINDOW, window_needs_flag=True,
-            qk_norm=True, biases=("attention_bias",),
-        ),
-    }
-)
 
 _CODE: Final = "auto_map"
 _OWN_CODE: Final = ("AutoModel", "AutoConfig")
@@ -100,12 +64,12 @@ def foreign_fields(path: Path) -> tuple[str, ...]:
     """Fields of a `config.json`, or of its directory, that ask for other arithmetic than the family's, each with its
     value. transformers does not read them for this family, and neither does flywheel. Raises as `load_spec`."""
     config, name = _read(path)
-    if not isinstance(config, Mapping) or (rules := _FAMILIES.get(str(config.get("model_type")))) is None:
+    if not isinstance(config, Mapping) or (rules := FAMILIES.get(str(config.get("model_type")))) is None:
         return ()
-    fields = _Fields(name, "", config)
-    foreign = {**FOREIGN, **_fixed(rules)}
+    fields = Fields(name, "", config)
+    foreign = {field: value for field, value in {**FOREIGN, **_fixed(rules)}.items() if field not in rules.reads}
     asking = [field for field, neutral in foreign.items() if not fields.asks_nothing(field, neutral)]
-    return tuple(f"{field} {_shown(config[field])}" for field in asking)
+    return tuple(f"{field} {shown(config[field])}" for field in asking)
 
 
 def _read(path: Path) -> tuple[object, str]:
@@ -139,21 +103,21 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     """The decoder that the parsed `config.json` describes. Raises UnsupportedModelError."""
     if not isinstance(config, Mapping):
         raise UnsupportedModelError(f"{name}: the config is a JSON {type(config).__name__}; supported: an object")
-    fields = _Fields(name, "", config)
-    rules = _FAMILIES[fields.choice("model_type", _FAMILIES)]
+    fields = Fields(name, "", config)
+    rules = FAMILIES[fields.choice("model_type", FAMILIES)]
     _check_architecture(fields, rules)
     fields.check_neutral({**NEUTRAL, **dict.fromkeys(rules.biases, OFF)})
     _check_code(fields)
     read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
         fields.choice("hidden_act", ("silu", "swish"))
-    theta, scaling = _rope(fields)
+    theta, scaling = _rope(fields, rules)
     n_heads, n_kv_heads, head_dim = _heads(fields, rules)
     max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
     window = _window(fields, rules)
     return DecoderSpec(
         name=name,
-        family=rules.family,
+        family=rules.name,
         hidden=fields.positive_int("hidden_size"),
         intermediate=fields.positive_int("intermediate_size"),
         n_layers=fields.positive_int("num_hidden_layers", MAX_LAYERS),
@@ -164,81 +128,29 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         rope_theta=theta,
         norm_eps=fields.positive_float("rms_norm_eps", absent=1e-6),
         max_position=max_position,
-        tied_head=fields.flag("tie_word_embeddings", absent=False),
+        tied_head=fields.flag("tie_word_embeddings", absent=rules.tied_head),
         qkv_bias=rules.qkv_bias,
         qk_norm=rules.qk_norm,
         rope_scaling=scaling,
         window=window if window is not None and window < max_position else None,
+        **rules.read(fields),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """An object of the file, read by typed accessors that raise UnsupportedModelError naming the field."""
-
-    source: str
-    prefix: str
-    values: Mapping[str, object]
-
-    def refusal(self, field: str, supported: str) -> UnsupportedModelError:
-        fact = f"is {_shown(self.values[field])}" if field in self.values else "is missing"
-        return UnsupportedModelError(f"{self.source}: {self.prefix}{field} {fact}; supported: {supported}")
-
-    def choice(self, field: str, allowed: Collection[str]) -> str:
-        value = self.values.get(field)
-        if not isinstance(value, str) or value not in allowed:
-            raise self.refusal(field, " or ".join(map(_shown, allowed)))
-        return value
-
-    def positive_int(self, field: str, largest: int = MAX_DIM) -> int:
-        value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-            raise self.refusal(field, f"an integer from 1 to {largest}")
-        return value
-
-    def whole(self, field: str, absent: int) -> int:
-        value = self.values.get(field, absent)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.refusal(field, "an integer of at least 0")
-        return value
-
-    def positive_float(self, field: str, absent: float | None = None) -> float:
-        value = self.values.get(field, absent)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_FLOAT:
-            raise self.refusal(field, "a positive, finite number")
-        return float(value)
-
-    def flag(self, field: str, absent: bool) -> bool:
-        value = self.values.get(field, absent)
-        if not isinstance(value, bool):
-            raise self.refusal(field, "true or false")
-        return value
-
-    def asks_nothing(self, field: str, neutral: tuple[object, ...]) -> bool:
-        """Whether a field is absent, null or one of the neutral values."""
-        value = self.values.get(field)
-        return value is None or any(_same(value, option) for option in neutral)
-
-    def check_neutral(self, neutral: Neutral) -> None:
-        for field, allowed in neutral.items():
-            if not self.asks_nothing(field, allowed):
-                raise self.refusal(field, " or ".join([*map(_shown, allowed), "absent"]))
-
-
-def _check_architecture(fields: _Fields, rules: _FamilyRules) -> None:
+def _check_architecture(fields: Fields, rules: Family) -> None:
     architectures = fields.values.get("architectures")
     if architectures is not None and architectures != [rules.architecture]:
         raise fields.refusal("architectures", f'["{rules.architecture}"]')
 
 
-def _fixed(rules: _FamilyRules) -> Neutral:
+def _fixed(rules: Family) -> Neutral:
     """Biases and q/k norms that the family's code has or has not, whatever these fields say -> what it has."""
     bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
     fixed = {"attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
     return {field: value for field, value in fixed.items() if field not in rules.biases}
 
 
-def _check_code(fields: _Fields) -> None:
+def _check_code(fields: Fields) -> None:
     """Raises UnsupportedModelError where the repository has model code of its own."""
     code = fields.values.get(_CODE)
     if code is None or (isinstance(code, Mapping) and not any(str(key).startswith(_OWN_CODE) for key in code)):
@@ -246,7 +158,7 @@ def _check_code(fields: _Fields) -> None:
     raise fields.refusal(_CODE, f"absent, or without {' and '.join(_OWN_CODE)}")
 
 
-def _window(fields: _Fields, rules: _FamilyRules) -> int | None:
+def _window(fields: Fields, rules: Family) -> int | None:
     """The sliding window of the layers that have one; None if no layer has one."""
     window = rules.sliding_window
     if "sliding_window" in fields.values:
@@ -256,15 +168,16 @@ def _window(fields: _Fields, rules: _FamilyRules) -> int | None:
         window = None
     kinds = fields.values.get("layer_types")
     if kinds is None:
-        first = fields.whole("max_window_layers", absent=_WINDOW_LAYERS) if rules.window_needs_flag and window else 0
+        default = rules.window_from
+        first = fields.whole("max_window_layers", absent=default) if default is not None and window else 0
         return window if first < fields.positive_int("num_hidden_layers", MAX_LAYERS) else None
     known = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        raise fields.refusal("layer_types", " or ".join(map(_shown, known)))
+        raise fields.refusal("layer_types", " or ".join(map(shown, known)))
     return window if "sliding_attention" in kinds else None
 
 
-def _heads(fields: _Fields, rules: _FamilyRules) -> tuple[int, int, int]:
+def _heads(fields: Fields, rules: Family) -> tuple[int, int, int]:
     """(n_heads, n_kv_heads, head_dim); a null num_key_value_heads means as many as query heads in every family."""
     n_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
     n_kv_heads = rules.n_kv_heads or n_heads
@@ -286,7 +199,7 @@ def _heads(fields: _Fields, rules: _FamilyRules) -> tuple[int, int, int]:
     return n_heads, n_kv_heads, head_dim
 
 
-def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields, rules: Family) -> tuple[float, RopeScaling | None]:
     """RoPE's base and scaling. Releases 4 write `rope_theta` and `rope_scaling`; release 5 writes `rope_parameters`
     with the base inside. If a file has several of them, they must agree."""
     thetas = [fields.positive_float("rope_theta")] if "rope_theta" in fields.values else []
@@ -297,7 +210,7 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
             continue
         if not isinstance(value, Mapping):
             raise fields.refusal(field, "an object or null")
-        section = _Fields(fields.source, f"{field}.", value)
+        section = Fields(fields.source, f"{field}.", value)
         scalings.append(_rope_scaling(section))
         if "rope_theta" in value:
             thetas.append(section.positive_float("rope_theta"))
@@ -305,17 +218,17 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
         raise fields.refusal("rope_scaling", "what rope_parameters says")
     if any(theta != thetas[0] for theta in thetas):
         raise fields.refusal("rope_theta", "one value in rope_theta, rope_parameters and rope_scaling")
-    return thetas[0] if thetas else 10000.0, scalings[0] if scalings else None
+    return thetas[0] if thetas else rules.rope_theta, scalings[0] if scalings else None
 
 
-def _rope_scaling(section: _Fields) -> RopeScaling | None:
+def _rope_scaling(section: Fields) -> RopeScaling | None:
     given = [field for field in ("rope_type", "type") if section.values.get(field) is not None]
     kinds = [section.choice(field, _ROPE_TYPES) for field in given] or ["default"]
     if kinds[0] != kinds[-1]:
-        raise section.refusal("type", f"what rope_type says, {_shown(kinds[0])}")
+        raise section.refusal("type", f"what rope_type says, {shown(kinds[0])}")
     for field, value in section.values.items():
         if field not in _ROPE_TYPES[kinds[0]] and value is not None:
-            fact = f"{section.prefix}{_key(field)} is {_shown(value)}"
+            fact = f"{section.prefix}{_key(field)} is {shown(value)}"
             raise UnsupportedModelError(f"{section.source}: {fact}; supported: absent with rope_type {kinds[0]}")
     section.check_neutral({"partial_rotary_factor": ONE})
     if kinds[0] == "default":
@@ -327,21 +240,8 @@ def _rope_scaling(section: _Fields) -> RopeScaling | None:
     return RopeScaling(section.positive_float("factor"), low, high, original)
 
 
-def _same(value: object, option: object) -> bool:
-    return isinstance(value, bool) is isinstance(option, bool) and value == option
-
-
-def _shown(value: object) -> str:
-    """A JSON value in printable ASCII, cut short."""
-    if isinstance(value, str):
-        return json.dumps(value[:60])
-    if value is None or isinstance(value, bool | float):
-        return json.dumps(value)
-    return ascii(reprlib.repr(value))[1:-1]
-
-
 def _key(field: str) -> str:
-    return field if field.isidentifier() and field.isascii() and len(field) <= 60 else _shown(field)
+    return field if field.isidentifier() and field.isascii() and len(field) <= 60 else shown(field)
 
 
 def _one_line(error: Exception) -> str:

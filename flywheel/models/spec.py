@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Final, Literal, get_args
+from typing import Final
 
 from flywheel.errors import ConfigError, FlywheelError, UnsupportedModelError
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 Shape = tuple[int, ...]
 
 MAX_DIM: Final = 2**20
@@ -35,7 +34,6 @@ most have under 10,000."""
 MAX_FLOAT: Final = 1e308
 """Largest RoPE or norm constant: finite, whatever it is converted from."""
 
-_FAMILIES: Final = get_args(Family)
 _BOUNDS: Final = (
     ("hidden", MAX_DIM),
     ("intermediate", MAX_DIM),
@@ -66,13 +64,14 @@ class DecoderSpec:
     `intermediate` is the width of one of gate and up, `max_position` the longest context in tokens. `qkv_bias` adds a
     bias to q, k and v only; `qk_norm` normalises each query and key head before RoPE. With `tied_head` the output head
     is the embedding table. `window` is the number of last positions to which some layer attends, itself included; None
-    for all. Attention here is to all positions, so no longer context is supported.
+    for all. Attention here is to all positions, so no longer context is supported. One layer in `nope_every` has no
+    RoPE, the last of them; None where all have it.
 
     Raises UnsupportedModelError if `check_spec` does.
     """
 
     name: str
-    family: Family
+    family: str
     hidden: int
     intermediate: int
     n_layers: int
@@ -88,6 +87,7 @@ class DecoderSpec:
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     window: int | None = None
+    nope_every: int | None = None
 
     def __post_init__(self) -> None:
         check_spec(self)
@@ -104,6 +104,10 @@ class DecoderSpec:
         if self.window is not None and self.window < context <= self.max_position:
             raise raises(f"{self.name}: context {context} exceeds sliding_window {self.window}; supported: up to that")
         raise raises(f"{self.name}: context {context} is not in 1..{self.max_position}")
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer turns its queries and keys by RoPE."""
+        return self.nope_every is None or (layer + 1) % self.nope_every != 0
 
     @property
     def q_width(self) -> int:
@@ -195,9 +199,8 @@ def layer_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 
 def check_spec(spec: DecoderSpec) -> None:
     """Raises UnsupportedModelError, naming the field and its bound, for dimensions that no decoder can have."""
-    if spec.family not in _FAMILIES:
-        raise UnsupportedModelError(f"{spec.name}: family={spec.family!r} is not one of {', '.join(_FAMILIES)}")
-    bounds = _BOUNDS if spec.window is None else (*_BOUNDS, ("window", MAX_CONTEXT))
+    optional = (("window", MAX_CONTEXT), ("nope_every", MAX_LAYERS))
+    bounds = (*_BOUNDS, *[each for each in optional if getattr(spec, each[0]) is not None])
     for field, largest in bounds:
         value: object = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:

@@ -206,11 +206,12 @@ class TorchDecoder:
         Reads nothing on the host, so that it can be captured in a CUDA graph.
         """
         eps, width = self.spec.norm_eps, (self.spec.hidden,)
-        cosine, sine = self._cosines[position], self._sines[position]
+        turn = self._cosines[position], self._sines[position]
         x = embedding(self.token, self._weights.embed)
-        for layer, keys, values in self._layers:
+        for index, (layer, keys, values) in enumerate(self._layers):
             normed = rms_norm(x, width, layer.input_norm, eps)
-            x = x + self._sum_of_ranks(self._attention(normed, layer, keys, values, position, cosine, sine))
+            own_turn = turn if self.spec.has_rope(index) else None
+            x = x + self._sum_of_ranks(self._attention(normed, layer, keys, values, position, own_turn))
             gate, up = multiply(rms_norm(x, width, layer.post_attention_norm, eps), layer.gate_up).chunk(2, -1)
             x = x + self._sum_of_ranks(multiply(silu(gate) * up, layer.down))
         own = multiply(rms_norm(x, width, self._weights.final_norm, eps), self._weights.head)
@@ -226,18 +227,27 @@ class TorchDecoder:
         return logits
 
     def _attention(
-        self, x: Tensor, layer: FusedLayer, keys: Tensor, values: Tensor, position: int, cosine: Tensor, sine: Tensor
+        self,
+        x: Tensor,
+        layer: FusedLayer,
+        keys: Tensor,
+        values: Tensor,
+        position: int,
+        turn: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """x: [batch, hidden], normalised -> the same shape. keys, values: [batch, n_kv_heads, context, head_dim]."""
+        """x: [batch, hidden], normalised -> the same shape. keys, values: [batch, n_kv_heads, context, head_dim].
+        `turn` is (cosines, sines) of the layer's RoPE, if it has one."""
         spec = self.spec
         heads = _project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
         q, k, v = torch.split(heads, [spec.n_heads, spec.n_kv_heads, spec.n_kv_heads], 1)
-        if layer.q_norm is None or layer.k_norm is None:
-            turned = _rotate(heads[:, : spec.n_heads + spec.n_kv_heads], cosine, sine)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, (spec.head_dim,), layer.q_norm, spec.norm_eps)
+            k = rms_norm(k, (spec.head_dim,), layer.k_norm, spec.norm_eps)
+            if turn is not None:
+                q, k = _rotate(q, *turn), _rotate(k, *turn)
+        elif turn is not None:
+            turned = _rotate(heads[:, : spec.n_heads + spec.n_kv_heads], *turn)
             q, k = torch.split(turned, [spec.n_heads, spec.n_kv_heads], 1)
-        else:
-            q = _rotate(rms_norm(q, (spec.head_dim,), layer.q_norm, spec.norm_eps), cosine, sine)
-            k = _rotate(rms_norm(k, (spec.head_dim,), layer.k_norm, spec.norm_eps), cosine, sine)
         keys[:, :, position] = k
         values[:, :, position] = v
         seen = slice(position + 1)

@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "smollm3": {"nope_every": 2},
 }
 
 
@@ -35,7 +36,7 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
     n_kv_heads = draw(st.integers(1, 3))
     return DecoderSpec(
         name="drawn",
-        family=family,  # type: ignore[arg-type]
+        family=family,
         hidden=draw(st.integers(8, 150)),
         intermediate=draw(st.integers(8, 150)),
         n_layers=draw(st.integers(1, 2)),

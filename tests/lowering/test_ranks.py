@@ -43,6 +43,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "smollm3": {"nope_every": 2},
 }
 FUSED = (
     ("attn_norm", "q_proj", "k_proj", "v_proj"),

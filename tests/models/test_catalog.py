@@ -21,6 +21,7 @@ PUBLISHED_PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "smollm2-135m": 134_515_008,
+    "smollm3-3b": 3_075_098_624,
 }
 
 MINIMAL = {

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, UnsupportedModelError
 from flywheel.ir import BufferKind, DType, InstructionKind
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import cache_names, decode_step
@@ -117,3 +117,16 @@ def test_contexts_out_of_the_models_reach_are_refused(context: int) -> None:
     with pytest.raises(ConfigError, match=rf"^plain: context {context} is not in 1\.\.128$"):
         decode_step(PLAIN, context)
     assert decode_step(PLAIN, 128).context == 128
+
+
+def test_layers_without_rope_are_a_kind_of_their_own() -> None:
+    spec = replace(PLAIN, family="smollm3", n_layers=10, nope_every=4)
+    graph = decode_step(spec, 8)
+    assert graph.order == (0, 0, 0, 1, 0, 0, 0, 1, 0, 0)
+    turned, plain = ({op.kind for op in kind.ops} for kind in graph.kinds)
+    assert turned - plain == {InstructionKind.ROPE}
+
+
+def test_a_family_that_is_none_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="family='gpt2' is not one of llama, "):
+        decode_step(replace(PLAIN, family="gpt2"), 8)

@@ -70,6 +70,15 @@ SMOLLM2_135M: Config = json.loads("""
  "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": true,
  "vocab_size": 49152}
 """)
+SMOLLM3_3B: Config = json.loads("""
+{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "eos_token_id": 128012,
+ "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008,
+ "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": false, "model_type": "smollm3",
+ "no_rope_layer_interval": 4, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+ "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 5000000.0,
+ "sliding_window": null, "torch_dtype": "bfloat16", "use_cache": false, "use_sliding_window": false,
+ "vocab_size": 128256}
+""") | {"no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}
 QWEN3_8B = QWEN3_06B | {
     "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36, "num_attention_heads": 32,
     "num_hidden_layers": 36, "tie_word_embeddings": False,
@@ -100,6 +109,7 @@ def refused(config: object) -> str:
         ("qwen3-0.6b", QWEN3_06B),
         ("qwen3-8b", QWEN3_8B),
         ("smollm2-135m", SMOLLM2_135M),
+        ("smollm3-3b", SMOLLM3_3B),
     ],
 )
 def test_a_published_config_is_the_catalogs_spec(name: str, config: Config, tmp_path: Path) -> None:
@@ -187,6 +197,12 @@ def test_fields_that_leave_the_arithmetic_alone_are_ignored(extra: Config) -> No
         (LLAMA3_8B, "auto_map", {"AutoModelForCausalLM": "modeling_custom.CustomForCausalLM"}),
         (LLAMA3_8B, "text_config", {"model_type": "llama"}),
         (LLAMA3_8B, "model_type", "qwen3_moe"),
+        (SMOLLM3_3B, "no_rope_layers", [1, 0, 0, 1] * 9),
+        (SMOLLM3_3B, "no_rope_layers", [1, 1, 1, 0] * 8),
+        (SMOLLM3_3B, "no_rope_layers", ["1"] * 36),
+        (SMOLLM3_3B, "no_rope_layers", "all"),
+        (without(SMOLLM3_3B, "no_rope_layers"), "no_rope_layer_interval", 0),
+        (without(SMOLLM3_3B, "no_rope_layers"), "no_rope_layer_interval", True),
         (LLAMA3_8B, "model_type", "gpt2"),
         (LLAMA3_8B, "model_type", ["llama"]),
         (LLAMA3_8B, "architectures", ["LlamaForSequenceClassification"]),

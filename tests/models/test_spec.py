@@ -84,7 +84,7 @@ def test_a_dimension_that_is_not_a_positive_int32_is_rejected(field: str, value:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"family": "gpt2"}, "family"),
+        ({"nope_every": 0}, "nope_every"),
         ({"n_kv_heads": 3}, "n_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"head_dim": 2**20}, "n_heads * head_dim"),

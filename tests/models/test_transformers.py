@@ -63,6 +63,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
     "qwen3-tied": ("Qwen3", dict(SIZES, head_dim=16, tie_word_embeddings=True)),
+    "smollm3": ("SmolLM3", dict(SIZES, num_hidden_layers=5)),
+    "smollm3-untied": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
+    "smollm3-turned": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 1, 1])),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
 

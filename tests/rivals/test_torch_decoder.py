@@ -34,6 +34,7 @@ SPECS = (
     dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4),
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
+    dataclasses.replace(LLAMA, name="smollm3", family="smollm3", nope_every=2),
     dataclasses.replace(LLAMA, name="odd", hidden=72, intermediate=104, n_heads=3, n_kv_heads=1, head_dim=24),
 )
 

@@ -53,6 +53,8 @@ def convert(
         raise UnsupportedModelError(f"rank {graph.rank}: one of {n_ranks([graph])}; only a graph of one GPU converts")
     if spec.qkv_bias:
         raise UnsupportedModelError(f"{spec.name}: q, k and v have biases, which MPK's tasks do not add")
+    if spec.nope_every is not None:
+        raise UnsupportedModelError(f"{spec.name}: some layers have no RoPE, which MPK's attention always does")
     batch = requests_of(graph)
     if batch > ABI_MAX_ROWS:
         raise UnsupportedModelError(f"rank {graph.rank}: {batch} requests, more than {ABI_MAX_ROWS}")

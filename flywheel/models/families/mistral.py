@@ -1,0 +1,9 @@
+"""Mistral: Llama's layers, perhaps with a sliding window. Source: huggingface/transformers, `models/mistral`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flywheel.models.family import WINDOW, Family
+
+FAMILY: Final = Family("mistral", "MistralForCausalLM", n_kv_heads=8, sliding_window=WINDOW)

@@ -1,0 +1,12 @@
+"""Qwen 2 and 2.5: Llama's layers with biases of q, k and v. Source: huggingface/transformers, `models/qwen2`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flywheel.models.family import WINDOW, WINDOW_FROM, Family
+
+FAMILY: Final = Family(
+    "qwen2", "Qwen2ForCausalLM", n_kv_heads=32, sliding_window=WINDOW, window_needs_flag=True,
+    window_from=WINDOW_FROM, qkv_bias=True,
+)  # fmt: skip

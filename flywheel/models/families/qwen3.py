@@ -1,0 +1,12 @@
+"""Qwen 3: Llama's layers with a norm of each query and key head. Source: huggingface/transformers, `models/qwen3`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flywheel.models.family import WINDOW, WINDOW_FROM, Family
+
+FAMILY: Final = Family(
+    "qwen3", "Qwen3ForCausalLM", n_kv_heads=32, head_dim=128, sliding_window=WINDOW, window_needs_flag=True,
+    window_from=WINDOW_FROM, qk_norm=True, biases=("attention_bias",),
+)  # fmt: skip

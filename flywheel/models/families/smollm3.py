@@ -1,0 +1,48 @@
+"""SmolLM3: Llama's layers, of which every fourth, say, has no RoPE. Source: huggingface/transformers, `models/smollm3`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from flywheel.models.blocks import attention_ops, mlp_ops
+from flywheel.models.config_reading import Fields
+from flywheel.models.family import Family
+from flywheel.models.graph import Op
+from flywheel.models.spec import MAX_LAYERS, DecoderSpec
+
+_INTERVAL: Final = 4
+"""Default of `no_rope_layer_interval`."""
+
+
+def layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
+    """The operations of each layer."""
+    turned, plain = (
+        (*attention_ops(spec, context, lanes, rope=rope), *mlp_ops(spec)) for rope in (True, False)
+    )
+    return [turned if spec.has_rope(layer) else plain for layer in range(spec.n_layers)]
+
+
+def read(fields: Fields) -> dict[str, Any]:
+    """The spec's further fields. `no_rope_layers` has a 1 for each layer with RoPE, and a 0 for each without; where it
+    is absent, one layer in `no_rope_layer_interval` has none, the last of them."""
+    count = fields.positive_int("num_hidden_layers", MAX_LAYERS)
+    listed = fields.values.get("no_rope_layers")
+    if listed is None:
+        interval = fields.values.get("no_rope_layer_interval", _INTERVAL)
+        if type(interval) is not int or not 1 <= interval <= MAX_LAYERS:
+            raise fields.refusal("no_rope_layer_interval", f"an integer from 1 to {MAX_LAYERS}")
+        return {"nope_every": interval if interval <= count else None}
+    if not isinstance(listed, list) or len(listed) < count or any(type(each) is not int for each in listed):
+        raise fields.refusal("no_rope_layers", "an integer for each layer")
+    without = [layer for layer in range(count) if not listed[layer]]
+    every = without[0] + 1 if without else None
+    if without != ([] if every is None else list(range(every - 1, count, every))):
+        raise fields.refusal("no_rope_layers", "all 1, or a 0 at the end of every so many")
+    return {"nope_every": every}
+
+
+FAMILY: Final = Family(
+    "smollm3", "SmolLM3ForCausalLM", layers, n_kv_heads=4, window_needs_flag=True, rope_theta=2e6, tied_head=True,
+    biases=("attention_bias", "mlp_bias"), read=read, reads=("no_rope_layers", "no_rope_layer_interval"),
+)  # fmt: skip

@@ -1,0 +1,54 @@
+"""What distinguishes a family of models: how its config is read, and the operations of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flywheel.models.blocks import attention_ops, mlp_ops
+from flywheel.models.config_reading import Fields
+from flywheel.models.graph import Op
+from flywheel.models.spec import DecoderSpec
+
+WINDOW: Final = 4096
+"""Default of `sliding_window` in families that have one."""
+
+WINDOW_FROM: Final = 28
+"""Default of `max_window_layers` in families that have it."""
+
+
+def alike_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
+    """The operations of each layer, where all layers are the same."""
+    layer = (*attention_ops(spec, context, lanes), *mlp_ops(spec))
+    return [layer] * spec.n_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The behaviour of transformers' code for one `model_type`, also where a field of the config is absent."""
+
+    name: str
+    """`model_type`."""
+    architecture: str
+    layers: Callable[[DecoderSpec, int, int], Sequence[tuple[Op, ...]]] = alike_layers
+    """(spec, context, lanes) -> the operations of each layer."""
+    n_kv_heads: int | None = None
+    """None: as many as query heads."""
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    rope_theta: float = 10000.0
+    tied_head: bool = False
+    sliding_window: int | None = None
+    window_needs_flag: bool = False
+    """sliding_window counts only with use_sliding_window."""
+    window_from: int | None = None
+    """Default of `max_window_layers`, the first layer with a window; None where there is no such field."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    biases: tuple[str, ...] = ()
+    """Fields that ask for further biases."""
+    read: Callable[[Fields], dict[str, Any]] = lambda _: {}
+    """Reads further fields of the spec. Raises UnsupportedModelError."""
+    reads: tuple[str, ...] = ()
+    """The fields that `read` reads."""
