@@ -41,13 +41,13 @@ def bare(function: Function) -> Function:
     compiled = njit(_nrt=False, forceinline=True)(function)
     try:
         Path.home()  # raises where this user has none: numba would make a folder "~" here
-        compiled._cache = cast(Any, _Cache)(function)
+        compiled._cache = cast(Any, _SealedCache)(function)
     except RuntimeError:  # or neither the function's folder nor the user's cache is writable
         _say("compiled code is not kept, since no folder for it is writable; NUMBA_CACHE_DIR can name one")
     return cast(Function, compiled)
 
 
-class _Cache(FunctionCache):
+class _SealedCache(FunctionCache):
     """numba's cache of a function, but with one file for each signature and processor, which is whole, and of these
     very sources, or does not count.
 

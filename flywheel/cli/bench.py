@@ -40,7 +40,7 @@ from flywheel.errors import (
 from flywheel.ir import GpuTarget, MegakernelProgram
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import WeightFormats, parse_formats, weights_name
-from flywheel.rivals.lineup import Plan, Rival, check_rivals, usual_rivals
+from flywheel.rivals.lineup import Rival, TimingPlan, check_rivals, usual_rivals
 from flywheel.store.schedule import Schedule
 from flywheel.vm.gpu.nvml import attendant_of
 
@@ -238,7 +238,7 @@ def bench(
     else:
         chosen = known(work.workloads(), here if campaign is None else store, campaign)
     notes = notes_of_works(work.workloads(), work.source, asked, seed, gpu=gpu, dtype=dtype, context=contexts)
-    document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed, notes)
+    document, comparisons = _compete(work, chosen, against, TimingPlan(rounds, SAMPLES), seed, notes)
     _give(ctx, document, output, as_json, lambda: show_bench(document, comparisons))
     if picture is not None:
         write_file(picture, draw(document, comparisons))
@@ -357,7 +357,7 @@ def _work(workload: Workload) -> str:
 
 
 def _compete(
-    work: BenchWork, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int,
+    work: BenchWork, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: TimingPlan, seed: int,
     notes: tuple[Note, ...],
 ) -> tuple[dict[str, Any], list[Comparison]]:  # fmt: skip
     """The document, without the command line, and its comparisons. Ends the command with REJECTED if there are none.

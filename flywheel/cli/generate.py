@@ -107,7 +107,7 @@ def generate(
         request = _request(program, source, ids, max_tokens, tokenizer)
         notes = (*notes_of_program(program, source, seed), *lowered.notes, *notes_of_tokenizer(tokenizer))
         announce_notes(notes)
-        shown = _Shown(tokenizer, as_json) if stream else None
+        shown = _TokenPrinter(tokenizer, as_json) if stream else None
         generation = _run(program, source, request, device, sampling, verify, shown)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if as_json:
@@ -133,7 +133,7 @@ def _check(
         raise UsageError(f"generate: --verify compares greedy tokens; it does not go with {what}")
 
 
-class _Shown:
+class _TokenPrinter:
     """Shows tokens on stdout as they are made: text, or ids without a tokenizer; with `as_json`, one object a line."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_json: bool) -> None:
@@ -209,7 +209,7 @@ def _run(
     device: str,
     sampling: Sampling,
     verify: bool,
-    shown: _Shown | None,
+    shown: _TokenPrinter | None,
 ) -> Generation:
     """Load the weights and generate on the device."""
     from flywheel.decode.generate import generate as run

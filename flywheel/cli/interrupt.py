@@ -28,7 +28,7 @@ FAREWELL_S: Final = 0.3
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
-class _Guard:
+class _InterruptState:
     """What an interrupt does at present."""
 
     __slots__ = ("aborted", "drains", "farewell", "raised")
@@ -40,7 +40,7 @@ class _Guard:
         self.farewell: Callable[[], None] | None = None
 
 
-_GUARD: Final = _Guard()
+_GUARD: Final = _InterruptState()
 
 
 def watch_interrupts() -> None:

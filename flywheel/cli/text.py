@@ -156,7 +156,7 @@ def _fitted(
 ) -> tuple[list[str], list[str]]:
     """(lines of a table, titles of the columns that are left out)."""
     cells = [[line_of(cell, MAX_CELL) for cell in row] for row in rows]
-    columns = [_Column.of(header, [row[place] for row in cells]) for place, header in enumerate(headers)]
+    columns = [_TableColumn.of(header, [row[place] for row in cells]) for place, header in enumerate(headers)]
     widths = _widths(columns, None if room is None else room - len(indent))
     lines = []
     for row in [[column.title for column in columns], *cells]:
@@ -169,7 +169,7 @@ def _fitted(
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _TableColumn:
     """A column of a table: its title, its width in full, and the width to which it may be cut."""
 
     title: str
@@ -179,7 +179,7 @@ class _Column:
     optional: bool
 
     @classmethod
-    def of(cls, header: str, cells: Sequence[str]) -> _Column:
+    def of(cls, header: str, cells: Sequence[str]) -> _TableColumn:
         """A column by its header, with the signs of `table`."""
         marked = header.removeprefix("?")
         left, is_name, title = marked.startswith("<"), marked.startswith("<!"), marked.lstrip("<!")
@@ -188,7 +188,7 @@ class _Column:
         return cls(title, width, width if is_name or not left else min(width, least), left, header != marked)
 
 
-def _widths(columns: Sequence[_Column], room: int | None) -> dict[int, int]:
+def _widths(columns: Sequence[_TableColumn], room: int | None) -> dict[int, int]:
     """Place -> width of each column that is shown. Columns left out come back, the first one first, where the others
     leave them room. Where columns that stay do not fit, they are as narrow as they may be."""
     places = range(len(columns))
@@ -207,7 +207,7 @@ def _widths(columns: Sequence[_Column], room: int | None) -> dict[int, int]:
     return dict(zip(shown, widths, strict=True))
 
 
-def _narrowed(columns: Sequence[_Column], room: int) -> list[int] | None:
+def _narrowed(columns: Sequence[_TableColumn], room: int) -> list[int] | None:
     """The columns' widths with the widest narrowed as far as needed to fit into `room`; None where that does not do."""
     widths = [column.width for column in columns]
     excess = sum(widths) + len(_GAP) * (len(widths) - 1) - room

@@ -135,11 +135,11 @@ def _ranks(values: Array) -> Array:
     return np.asarray((ends - (counts + 1) / 2)[group], dtype=np.float64)
 
 
-Price = Callable[[Sequence[Machine]], Sequence[Sequence[float]]]
+PriceSamples = Callable[[Sequence[Machine]], Sequence[Sequence[float]]]
 """Machines -> for each, the predicted latency of every sample in us."""
 
 
-def price_here(samples: Sequence[Sample]) -> Price:
+def price_here(samples: Sequence[Sample]) -> PriceSamples:
     """Prices samples in this process."""
     return lambda machines: [[sample.predicted_us(machine) for sample in samples] for machine in machines]
 
@@ -147,7 +147,7 @@ def price_here(samples: Sequence[Sample]) -> Price:
 def fit(
     machine: Machine,
     measured_us: Sequence[float],
-    price: Price,
+    price: PriceSamples,
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     watch: Callable[[float], None] = lambda _: None,
     only: Sequence[str] = (),

@@ -133,7 +133,7 @@ class _Steps:
     sums: bool = False
 
 
-class _Work(NamedTuple):
+class _UnitWork(NamedTuple):
     """The work of a unit's tasks: their steps, the activations that they read, and their bytes."""
 
     unit: Unit
@@ -142,7 +142,7 @@ class _Work(NamedTuple):
     read_bytes: int
 
 
-def _works(units: Units, program: MegakernelProgram) -> list[_Work]:
+def _works(units: Units, program: MegakernelProgram) -> list[_UnitWork]:
     """The work of each unit."""
     table = program.buffers.spelled if units.layers is not None else program.buffers  # type: ignore[attr-defined]
     buffers = [buffer for buffer in table if buffer.kind not in STREAMED_KINDS]
@@ -159,7 +159,7 @@ def _works(units: Units, program: MegakernelProgram) -> list[_Work]:
         for place, numel in steps.parts.items():
             number = unit.inputs[place]
             nbytes += dtypes[number].nbytes(numel) - sizes[number] if number in sizes else 0
-        works.append(_Work(unit, steps, read, 0 if unit.op is InstructionKind.SAMPLE_ARGMAX else nbytes))
+        works.append(_UnitWork(unit, steps, read, 0 if unit.op is InstructionKind.SAMPLE_ARGMAX else nbytes))
     return works
 
 
@@ -173,7 +173,7 @@ def _find_staged(operand: Ints, first: Ints) -> Marks:
 
 
 def _kinds(
-    works: Sequence[_Work], units: Units, entries: Ints, unit_of: Ints, first: Ints
+    works: Sequence[_UnitWork], units: Units, entries: Ints, unit_of: Ints, first: Ints
 ) -> tuple[list[Kind], Ints]:
     """(the distinct kinds, the number of each entry's kind)."""
     # Operands are equal if they have the same activations, with the same norms and merges.
@@ -221,7 +221,7 @@ _TABLE: Final = 1 << 22
 """Bound of codes up to which a table is faster than a sort."""
 
 
-def _kind(work: _Work, staged: bool, readers: int) -> Kind:
+def _kind(work: _UnitWork, staged: bool, readers: int) -> Kind:
     steps, unit = work.steps, work.unit
     return Kind(
         streamed_bytes=0 if steps.attentions else unit.est_bytes,

@@ -52,7 +52,7 @@ def decode_ahead(
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _QueuedRow:
     """The state of a sequence for the next launch to queue: `position` is the position that this launch decodes.
     `text` are the tokens that the host knows."""
 
@@ -67,8 +67,8 @@ class _Row:
 class _Launch:
     """A queued launch. Once it is over, the host can read the tokens of the rows that the same sequences still hold."""
 
-    rows: tuple[tuple[int, _Row], ...]
-    held: dict[int, _Row]
+    rows: tuple[tuple[int, _QueuedRow], ...]
+    held: dict[int, _QueuedRow]
     chosen: np.ndarray[Any, Any]
     reported: np.ndarray[Any, Any] | None
     """Words of `report`, [batch, ...]; None if no row asks for them."""
@@ -109,8 +109,8 @@ class QueuedRows:
         self._place_in = loaded.address("position")
         self._logits: dict[int, Tensor] = {}
         self._choices: Choices | None = None
-        self._held: dict[int, _Row] = {}
-        self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], int, Any]] = deque()
+        self._held: dict[int, _QueuedRow] = {}
+        self._queued: deque[tuple[int, tuple[tuple[int, _QueuedRow], ...], int, Any]] = deque()
         self._next_slot = 0
         self._places: list[int] | None = None  # position of each row that the device has for the next launch
         with self._on_stream():
@@ -159,7 +159,7 @@ class QueuedRows:
             if start == len(prompt) - 1:
                 self._begin_choices(row, prompt, sampling)
             self._tokens[row] = prompt[start]
-        self._held[row] = _Row(tuple(prompt), positions, start, sampling, list(prompt))
+        self._held[row] = _QueuedRow(tuple(prompt), positions, start, sampling, list(prompt))
 
     def end(self, row: int) -> None:
         """Free a row."""
@@ -192,7 +192,7 @@ class QueuedRows:
         self._read(rows, chosen)
         return _Launch(rows, self._held, chosen, report_words.reshape(self._batch, width) if width else None)
 
-    def _read(self, rows: Sequence[tuple[int, _Row]], chosen: np.ndarray[Any, Any]) -> None:
+    def _read(self, rows: Sequence[tuple[int, _QueuedRow]], chosen: np.ndarray[Any, Any]) -> None:
         """Append each row's token to its text. A row without one ends: its later launches decode other tokens."""
         for row, each in rows:
             if self._held.get(row) is not each:
@@ -251,7 +251,7 @@ class QueuedRows:
             self.finish_torch()
         return lost
 
-    def _grows(self, row: int, each: _Row) -> bool:
+    def _grows(self, row: int, each: _QueuedRow) -> bool:
         """Get memory for the row's position in the next launch. False if there is none: the row then stops decoding."""
         if self._caches.reaches(row, each.position + 1):
             return True
@@ -270,7 +270,7 @@ class QueuedRows:
                 return False
         return True
 
-    def _fetch_report(self, slot: int, shown: Sequence[tuple[int, _Row]]) -> int:
+    def _fetch_report(self, slot: int, shown: Sequence[tuple[int, _QueuedRow]]) -> int:
         """Queue a copy of the report that rows ask for with their tokens. Returns its words per row; 0 if no row
         asks."""
         most = most_asked(each.sampling for _, each in shown)
@@ -281,7 +281,7 @@ class QueuedRows:
             self._gpu.fetch(self._words, self._report_at(slot), found.data_ptr(), found.numel())
         return found.shape[1]
 
-    def _place_rows(self, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
+    def _place_rows(self, slot: int, live: Sequence[tuple[int, _QueuedRow]]) -> None:
         """Set each row's position for the next launch. Free rows stand at position 0, where they cost least."""
         places = [0] * self._batch
         for row, each in live:
@@ -295,7 +295,7 @@ class QueuedRows:
             self._gpu.copy(self._positions.data_ptr(), self._place_in, self._batch * _WORD)
         self._places = places
 
-    def _advance(self, chosen: int, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
+    def _advance(self, chosen: int, slot: int, live: Sequence[tuple[int, _QueuedRow]]) -> None:
         """Let the next launch decode the tokens at device address `chosen`, one position further, and let the host read
         them from a slot. This takes one small kernel, which costs the stream less than three copies."""
         rows = {row for row, _ in live}
@@ -307,7 +307,7 @@ class QueuedRows:
         assert self._places is not None
         self._places = [place + 1 if row in rows else 0 for row, place in enumerate(self._places)]
 
-    def _replace_choices(self, live: Sequence[tuple[int, _Row]]) -> None:
+    def _replace_choices(self, live: Sequence[tuple[int, _QueuedRow]]) -> None:
         """Replace the program's own choices by the tokens that rows must decode next, where they differ."""
         if self._choices is not None:
             self._choices.replace(self._tokens, self._all_logits(), {row: each.position for row, each in live})

@@ -33,7 +33,7 @@ class SteppedSequences:
         self.batch = session.batch
         self._session, self._close = session, close
         self._lanes, self._last = session.lanes, session.context - session.lanes
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _SequenceRow] = {}
         self._lost: dict[int, FlywheelError] = {}
         self._prefixes = Prefixes(session.caches)
         self._choices = Choices(session.batch, session.spec.vocab, torch.device("cpu"))
@@ -57,7 +57,7 @@ class SteppedSequences:
         """Start a sequence in a free row whose caches hold the prompt's positions before `start`."""
         guesses = self._lanes > 1 and sampling.lookup and sampling.is_argmax
         lookup = Lookup(prompt) if guesses else None
-        self._rows[row] = _Row(list(prompt), start, positions, sampling, lookup)
+        self._rows[row] = _SequenceRow(list(prompt), start, positions, sampling, lookup)
 
     def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
         """See `Sequences.pick`."""
@@ -75,7 +75,7 @@ class SteppedSequences:
         """See `Sequences.advance`. With several lanes, a sequence can have several tokens, in order."""
         while live := self._live():
             asked = {row: each.ask(self._lanes, self._last) for row, each in live.items()}
-            nobody = _Asked(0, [0] * self._lanes, 0, [])  # a free row decodes position 0 of its own caches
+            nobody = _AskedTokens(0, [0] * self._lanes, 0, [])  # a free row decodes position 0 of its own caches
             every = [asked.get(row, nobody) for row in range(self.batch)]
             tokens = [token for each in every for token in each.tokens]
             steps = self._session.step_rows(tokens, [each.place for each in every], live)
@@ -84,10 +84,12 @@ class SteppedSequences:
                 return made
         return []
 
-    def _live(self) -> dict[int, _Row]:
+    def _live(self) -> dict[int, _SequenceRow]:
         return {row: each for row, each in self._rows.items() if each.position < each.positions and self._grows(row)}
 
-    def _take(self, live: Mapping[int, _Row], asked: Mapping[int, _Asked], steps: Sequence[Step]) -> list[Made]:
+    def _take(
+        self, live: Mapping[int, _SequenceRow], asked: Mapping[int, _AskedTokens], steps: Sequence[Step]
+    ) -> list[Made]:
         """The tokens that a launch made for each sequence whose last known token it decoded."""
         chosen = [step.token for step in steps]
         speaking = {row: each for row, each in live.items() if asked[row].known == len(each.text)}
@@ -117,12 +119,13 @@ class SteppedSequences:
             for (place, row), words in zip(made, found, strict=True)
         ]
 
-    def _spoken(self, row: int, asked: _Asked) -> int:
+    def _spoken(self, row: int, asked: _AskedTokens) -> int:
         """The row of the launch whose logits choose a sequence's next token."""
         return row * self._lanes + asked.known - asked.place - 1
 
     def _draw(
-        self, speaking: Mapping[int, _Row], asked: Mapping[int, _Asked], chosen: list[int], steps: Sequence[Step]
+        self, speaking: Mapping[int, _SequenceRow], asked: Mapping[int, _AskedTokens], chosen: list[int],
+        steps: Sequence[Step],
     ) -> None:
         """Replace the program's own choices by sampled tokens where a sequence samples."""
         for row, each in speaking.items():
@@ -180,7 +183,7 @@ def stream_by_lanes(
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedTokens:
     """The tokens of one sequence in a launch: `tokens`, one per lane, at positions from `place` on. The tokens
     before position `known` are the text's; if the text ends there, the drafts `guesses` follow."""
 
@@ -191,7 +194,7 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Row:
+class _SequenceRow:
     """A sequence: its text, the first position that the caches do not hold, and its end. `speaks` is true once it makes
     tokens of its own."""
 
@@ -202,14 +205,14 @@ class _Row:
     lookup: Lookup | None
     speaks: bool = False
 
-    def ask(self, lanes: int, last: int) -> _Asked:
+    def ask(self, lanes: int, last: int) -> _AskedTokens:
         """The tokens for the next launch. At the end of the context it decodes some tokens again, since no launch may
         start after `last`."""
         place = min(self.position, last)
         tokens = self.text[place : place + lanes]
         known, room = place + len(tokens), lanes - len(tokens)
         guesses = self.lookup.propose(room) if room and self.lookup is not None else []
-        return _Asked(place, [*tokens, *guesses, *[0] * (room - len(guesses))], known, guesses)
+        return _AskedTokens(place, [*tokens, *guesses, *[0] * (room - len(guesses))], known, guesses)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""

@@ -58,7 +58,7 @@ def try_orders(program: MegakernelProgram, seeds: int) -> tuple[list[str], int]:
     It tries `seeds` orders, but no third or later one once the reads before it met _MOST_COMPARED writers.
     """
     tasks = program.tasks
-    watch = _Watch(program)
+    watch = _ReadWatch(program)
     suspects = _suspects(tasks, watch.writers)
     seen: dict[str, None] = {}
     for seed in range(seeds):
@@ -103,7 +103,7 @@ def _suspects(tasks: Sequence[Task], writers: Mapping[int, Sequence[int]]) -> li
     return sorted(doubtful or everyone, key=lambda index: (waiters[tasks[index].out_counter], index))
 
 
-class _Watch:
+class _ReadWatch:
     """Checks that enough is written before each read, and the same in every order."""
 
     __slots__ = (

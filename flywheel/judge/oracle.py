@@ -171,7 +171,7 @@ class Oracle:
 
     def __init__(self, own: OracleWeights, tokens: Tensor, at: Tensor, past: Tensor, gains: Tensor) -> None:
         self._own, self._tokens, self._at, self._past, self._gains = own, tokens, at, past, gains
-        self._graphs: dict[tuple[tuple[str, ...], ...], _Graph] = {}
+        self._graphs: dict[tuple[tuple[str, ...], ...], _CapturedGraph] = {}
 
     def compare(self, shown: Shown) -> Scores:
         """The scores of all shown tensors. On a GPU they are valid until the next call."""
@@ -191,7 +191,7 @@ class Oracle:
         run_forced(self._own, self._tokens, self._at, comparing)
         return comparing.scores
 
-    def _captured(self, shown: Shown) -> _Graph:
+    def _captured(self, shown: Shown) -> _CapturedGraph:
         """Source: PyTorch's notes on CUDA graphs: warm up on a side stream, so that nothing is set up in the graph."""
         held = replace(shown, stacks={names: stack.clone() for names, stack in shown.stacks.items()})
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -203,11 +203,11 @@ class Oracle:
         with torch.cuda.graph(graph, pool=pool, stream=side):
             scores = self._run(held)
         torch.cuda.current_stream().wait_stream(side)
-        return _Graph(graph, held, scores)
+        return _CapturedGraph(graph, held, scores)
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class _CapturedGraph:
     """A CUDA graph; a replay compares the tensors that `shown` holds."""
 
     graph: torch.cuda.CUDAGraph

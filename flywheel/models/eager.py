@@ -42,7 +42,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class EagerLayer:
     """A layer's weights by role. The quantised ones, in `parts`, are dequantised to `wide` on request."""
 
     held: Mapping[str, Tensor]
@@ -94,12 +94,12 @@ class OracleWeights:
         def own(key: str) -> Tensor:
             return given[key].detach().to(device, dtype)
 
-        def layer(index: int) -> Layer:
+        def layer(index: int) -> EagerLayer:
             held = {role: layer_weight_key(role, index) for role in layer_weight_shapes(spec)}
             if made:
-                return Layer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
+                return EagerLayer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
             parts = {role: _parts(given, key, device) for role, key in held.items() if codes_of(key) in given}
-            return Layer({role: own(key) for role, key in held.items() if role not in parts}, parts, self.wide)
+            return EagerLayer({role: own(key) for role, key in held.items() if role not in parts}, parts, self.wide)
 
         self.spec: Final = spec
         self.dtype: Final = dtype
@@ -225,7 +225,7 @@ class EagerDecoder:
         self._length = stop
         return x
 
-    def _attention(self, x: Tensor, weights: Layer, cache: LayerCache, turn: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, weights: EagerLayer, cache: LayerCache, turn: Tensor) -> Tensor:
         """x: [S, hidden], normalised -> [S, hidden]. Appends to `cache`."""
         spec, count, start = self.spec, len(x), self._length
         q = project(x, weights["q_proj"], weights.get("q_bias")).view(count, spec.n_heads, spec.head_dim)
@@ -245,7 +245,7 @@ class EagerDecoder:
         mixed = torch.einsum("gjst,tgd->sgjd", shares, seen_values).to(self.dtype)
         return project(mixed.reshape(count, spec.q_width), weights["o_proj"])
 
-    def _mlp(self, x: Tensor, weights: Layer) -> Tensor:
+    def _mlp(self, x: Tensor, weights: EagerLayer) -> Tensor:
         gate, up = project(x, weights["gate_proj"]), project(x, weights["up_proj"])
         return project(swiglu(gate, up, self._wide), weights["down_proj"])
 

@@ -81,7 +81,7 @@ def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, hand: Hand) -> No
         for layers in hand.groups(own.spec.n_layers):
             if len(layers) > 1:
                 x = torch.cat((x, hand.given(layers).to(x.dtype)))
-            x = _Layers(own, layers, hand).made_of(x, at, turn)[-1:]
+            x = _LayerStack(own, layers, hand).made_of(x, at, turn)[-1:]
         final = hand.take(("final_in",), rms_norm(x, own.final_norm, own.spec.norm_eps, own.wide), 1)
         hand.take(("logits",), _product(final, [own.head]), 1)
 
@@ -92,7 +92,7 @@ def named(layers: range, tensor: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layers:
+class _LayerStack:
     """Layers that are computed together. Their tensors are [layers, rows, ...]."""
 
     own: OracleWeights

@@ -69,7 +69,7 @@ class Left:
             return False
 
 
-def _left(fields: _Fields, field: str, parts: bool = True) -> Left:
+def _left(fields: _SchemeFields, field: str, parts: bool = True) -> Left:
     given = dict.fromkeys(fields.names(field))
     patterns = [each for each in given if each.startswith("re:") or (parts and not _LITERAL.fullmatch(each))]
     quick = [each.removeprefix("re:") for each in patterns if _is_quick(each)]
@@ -128,7 +128,7 @@ def read_scheme(config: Mapping[str, Any], name: str) -> Scheme | None:
         return None
     if not isinstance(given, Mapping):
         raise UnsupportedModelError(f"{name}: {_FIELD} is {_shown(given)}; supported: an object")
-    fields = _Fields(name, given)
+    fields = _SchemeFields(name, given)
     method = fields.one_of("quant_method", tuple(_READERS))
     for field, value in given.items():
         if isinstance(field, str) and "kv_cache" in field and value not in _NO_CACHE:
@@ -137,7 +137,7 @@ def read_scheme(config: Mapping[str, Any], name: str) -> Scheme | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class _SchemeFields:
     """The object, or one in it."""
 
     source: str
@@ -155,11 +155,11 @@ class _Fields:
                 return value
         raise self.refusal(field, " or ".join(map(_shown, allowed)))
 
-    def below(self, field: str) -> _Fields:
+    def below(self, field: str) -> _SchemeFields:
         value = self.values.get(field)
         if not isinstance(value, Mapping):
             raise self.refusal(field, "an object")
-        return _Fields(self.source, value, f"{self.prefix}{field}.")
+        return _SchemeFields(self.source, value, f"{self.prefix}{field}.")
 
     def group(self, field: str) -> int | None:
         """Columns that share a scale; -1 is all of them."""
@@ -177,7 +177,7 @@ class _Fields:
         return tuple(value)
 
 
-def _compressed(fields: _Fields) -> Scheme:
+def _compressed(fields: _SchemeFields) -> Scheme:
     form = fields.one_of("format", ("pack-quantized", *_PLAIN_FORMATS))
     if fields.values.get("sparsity_config"):
         fields.below("sparsity_config").one_of("format", ("dense",))  # anything else leaves weights out of the files
@@ -204,7 +204,7 @@ def _compressed(fields: _Fields) -> Scheme:
     return Scheme("compressed-tensors", "packed" if packed else "plain", own, head, activations=asked, left=left)
 
 
-def _compressed_format(weights: _Fields, packed: bool) -> WeightFormat:
+def _compressed_format(weights: _SchemeFields, packed: bool) -> WeightFormat:
     kind = weights.one_of("type", ("int",) if packed else ("int", "float"), "int")
     bits = weights.one_of("num_bits", (4, 8) if packed else (8,))
     if weights.values.get("dynamic"):
@@ -216,7 +216,7 @@ def _compressed_format(weights: _Fields, packed: bool) -> WeightFormat:
     return WeightFormat(codes, *_strategy(weights), zeros)
 
 
-def _strategy(weights: _Fields) -> tuple[int | None, int | None]:
+def _strategy(weights: _SchemeFields) -> tuple[int | None, int | None]:
     """(rows, columns) that share a scale; None: all."""
     strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
     if strategy == "group":
@@ -228,7 +228,7 @@ def _strategy(weights: _Fields) -> tuple[int | None, int | None]:
     return (None, None) if strategy == "tensor" else (1, None)
 
 
-def _fp8(fields: _Fields) -> Scheme:
+def _fp8(fields: _SchemeFields) -> Scheme:
     fields.one_of("fmt", ("e4m3",), "e4m3")
     fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     alias = fields.values.get("modules_to_not_convert") is None
@@ -241,7 +241,7 @@ def _fp8(fields: _Fields) -> Scheme:
     return Scheme("fp8", "inverse", WeightFormat(DType.F8E4M3, BLOCK, BLOCK), False, activations=True, left=left)
 
 
-def _gptq(fields: _Fields) -> Scheme:
+def _gptq(fields: _SchemeFields) -> Scheme:
     bits = fields.one_of("bits", (4, 8))
     group = fields.group("group_size")
     if group is not None and not fields.one_of("static_groups", (True, False), False):
@@ -253,7 +253,7 @@ def _gptq(fields: _Fields) -> Scheme:
     return Scheme("gptq", "gptq", own, head, shifted=form == "gptq")
 
 
-def _awq(fields: _Fields) -> Scheme:
+def _awq(fields: _SchemeFields) -> Scheme:
     fields.one_of("bits", (4,))
     fields.one_of("version", ("gemm", "GEMM"), "gemm")
     zeros = bool(fields.one_of("zero_point", (True, False), True))
@@ -261,7 +261,7 @@ def _awq(fields: _Fields) -> Scheme:
     return Scheme("awq", "awq", own, False, left=_left(fields, "modules_to_not_convert"))
 
 
-_READERS: Final[Mapping[str, Callable[[_Fields], Scheme]]] = MappingProxyType(
+_READERS: Final[Mapping[str, Callable[[_SchemeFields], Scheme]]] = MappingProxyType(
     {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
 )
 

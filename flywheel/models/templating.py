@@ -74,7 +74,7 @@ class _RefusalError(TemplateError):
     """A template called `raise_exception`."""
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """The tag `{% generation %}`, which marks an assistant's words for training."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class has it
@@ -135,7 +135,7 @@ def _tojson(
 @cache
 def _compiled(text: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {

@@ -90,7 +90,7 @@ def waits_by_data(
 ) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
     """(awaited buffers, remaining waits of each part) of a valid program whose buffers share no memory. None if
     hand-offs must use counters."""
-    accesses = _Accesses(parts, buffers)
+    accesses = _PartAccesses(parts, buffers)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited - exchanged:
@@ -111,7 +111,7 @@ def waits_by_data(
     return awaited, left
 
 
-class _Accesses:
+class _PartAccesses:
     """The writers and readers of each buffer, by part."""
 
     def __init__(self, parts: Parts, buffers: Mapping[int, Buffer]) -> None:

@@ -76,7 +76,7 @@ def _variant_text(variant: KernelVariant) -> str:
     return f"KernelVariant({named}){slices}{pause}"
 
 
-class _Piece(NamedTuple):
+class _TaskPiece(NamedTuple):
     """Adjacent tasks with the same `head`."""
 
     head: str
@@ -106,7 +106,7 @@ def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
         yield f"{head} {ids} {params} {sms}"
 
 
-def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
+def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_TaskPiece]:
     """Adjacent tasks grouped by object identity: the tiles of a projection share their records."""
     number_of = _Numbers(texts)
     params = [number_of(task.params) for task in tasks]
@@ -115,7 +115,7 @@ def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
     for _, same in groupby(keys):
         end = first + sum(1 for _ in same)
         part = tasks[first:end]
-        yield _Piece(_head(part[0]), [task.id for task in part], params[first:end], [task.sm for task in part])
+        yield _TaskPiece(_head(part[0]), [task.id for task in part], params[first:end], [task.sm for task in part])
         first = end
 
 

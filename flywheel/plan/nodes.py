@@ -54,7 +54,7 @@ def group_tasks(tasks: Sequence[Task]) -> Grouping:
     return Grouping(firsts, node_of, kinds.params, params_of, n_off, node_kinds)
 
 
-_Columns = tuple[list[Task], Ints, Ints, Ints, list[int]]
+_NodeColumns = tuple[list[Task], Ints, Ints, Ints, list[int]]
 """(firsts, node_of, params_of, n_off, kinds) of a Grouping."""
 
 
@@ -76,7 +76,7 @@ class _Kinds:
         return known
 
 
-def _group_each(tasks: Sequence[Task], kinds: _Kinds) -> _Columns:
+def _group_each(tasks: Sequence[Task], kinds: _Kinds) -> _NodeColumns:
     nodes: dict[tuple[int, ...], int] = {}
     firsts: list[Task] = []
     node_kinds: list[int] = []
@@ -95,25 +95,25 @@ def _group_each(tasks: Sequence[Task], kinds: _Kinds) -> _Columns:
     return firsts, columns[0], columns[1], columns[2], node_kinds
 
 
-_Stretch = tuple[int, int, int, int, int]
+_StretchFacts = tuple[int, int, int, int, int]
 """A stretch: number of its params, its node's number in the run, first tile's column, columns of a tile, number of
 tiles."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
+class _RunTiles:
     """A run's tiles, which equal layers share: the stretches, and each node's first place, first stretch and kind."""
 
-    stretches: list[_Stretch]
+    stretches: list[_StretchFacts]
     firsts: list[tuple[int, Stretch, int]]
 
 
-def _group_runs(tasks: Runs, kinds: _Kinds) -> _Columns:
-    known: dict[int, _Tiles] = {}
+def _group_runs(tasks: Runs, kinds: _Kinds) -> _NodeColumns:
+    known: dict[int, _RunTiles] = {}
     nodes: dict[tuple[int, ...], int] = {}
     firsts: list[Task] = []
     node_kinds: list[int] = []
-    stretches: list[_Stretch] = []
+    stretches: list[_StretchFacts] = []
     numbers: list[int] = []  # of the runs' nodes
     bases: list[int] = []  # for each stretch, the place in `numbers` of its run's first node
     ids = tasks.ids
@@ -139,7 +139,7 @@ def _group_runs(tasks: Runs, kinds: _Kinds) -> _Columns:
     return firsts, node_of, params[each], n_off, node_kinds
 
 
-def _read_tiles(run: Run, kinds: _Kinds) -> _Tiles:
+def _read_tiles(run: Run, kinds: _Kinds) -> _RunTiles:
     nodes: dict[int, int] = {}
     firsts: list[tuple[int, Stretch, int]] = []
     stretches = []
@@ -153,7 +153,7 @@ def _read_tiles(run: Run, kinds: _Kinds) -> _Tiles:
         width = params["N_tile"] if n_tiles > 1 else 0
         stretches.append((number, node, params.get("n_off", 0), width, n_tiles))
         place += n_tiles
-    return _Tiles(stretches, firsts)
+    return _RunTiles(stretches, firsts)
 
 
 def _kind(params: Mapping[str, Any]) -> Hashable:

@@ -82,7 +82,7 @@ def lines_of_runs(program: MegakernelProgram) -> bytes | None:
     layers, runs = local_layers(program), tasks.spelled
     if layers is None or _may_join(runs, layers.runs):
         layers, runs = _NO_LAYERS, tasks.runs
-    params, table, span = _Params(), array("q"), layers.runs
+    params, table, span = _ParamNumbers(), array("q"), layers.runs
     parts = []
     for part in (runs[: span.start], runs[span.start : span.stop], runs[span.stop :]):
         try:
@@ -102,7 +102,7 @@ def _may_join(runs: Sequence[Run], span: Span) -> bool:
     return not template or any(run.out_counter in signals for run in (*before, *behind))
 
 
-def _tabulate(runs: Sequence[Run], params: _Params, table: array[int]) -> None:
+def _tabulate(runs: Sequence[Run], params: _ParamNumbers, table: array[int]) -> None:
     """Append the numbers of some runs that `written` takes. Raises OverflowError or TypeError for a number of over 64
     bits."""
     for (op, inputs, outputs, counter, waits), same in groupby(runs, key=_head_of):
@@ -121,7 +121,7 @@ def _tabulate(runs: Sequence[Run], params: _Params, table: array[int]) -> None:
 _head_of = attrgetter("op", "inputs", "outputs", "out_counter", "waits")
 
 
-class _Params:
+class _ParamNumbers:
     """Numbers the distinct params by their texts, in order of first use. A stretch is numbered at once.
 
     `column` has the numbers of the params of some tiles, piece by piece.

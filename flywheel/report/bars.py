@@ -7,7 +7,7 @@ from typing import Final
 
 from flywheel.measure.comparison import Comparison, Entry, standing
 from flywheel.measure.outcome import outcome_name
-from flywheel.report.svg import Scale, element, label, picture, polyline, short, tip
+from flywheel.report.svg import PlotAxis, element, label, picture, polyline, short, tip
 from flywheel.rivals.lineup import dequantises, label_of
 
 OURS_COLOUR: Final = "#d9631e"
@@ -25,7 +25,7 @@ def bars(title: str, comparisons: Sequence[Comparison], whole: str | None = None
     """
     times = [entry.latency.p90_us for each in comparisons for entry in each.entries if entry.latency is not None]
     longest = max([*times, *(each.ceiling_us for each in comparisons)])
-    across = Scale(0.0, longest * 1.02, _LEFT, _RIGHT)
+    across = PlotAxis(0.0, longest * 1.02, _LEFT, _RIGHT)
     parts = [label(_LEFT, 20, title), *_legend()]
     y = _TOP
     groups = []
@@ -46,7 +46,7 @@ def bars(title: str, comparisons: Sequence[Comparison], whole: str | None = None
     return picture(_WIDTH, y + _AXIS, title, parts)
 
 
-def _group(comparison: Comparison, across: Scale, top: float, whole: str | None) -> list[str]:
+def _group(comparison: Comparison, across: PlotAxis, top: float, whole: str | None) -> list[str]:
     bottom = top + _ROW * len(comparison.entries)
     parts = []
     for row, entry in enumerate(comparison.entries):
@@ -60,7 +60,7 @@ def _group(comparison: Comparison, across: Scale, top: float, whole: str | None)
     return parts
 
 
-def _bar(comparison: Comparison, entry: Entry, name: str, across: Scale, top: float, colour: str) -> list[str]:
+def _bar(comparison: Comparison, entry: Entry, name: str, across: PlotAxis, top: float, colour: str) -> list[str]:
     middle = top + _ROW / 2
     named = label(_LEFT - 8, middle + 4, name, "end")
     found = standing(comparison, entry)

@@ -9,7 +9,7 @@ from typing import Final
 
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import incumbents, trials_of
-from flywheel.report.svg import Scale, dots, element, label, picture, polyline, short, tip
+from flywheel.report.svg import PlotAxis, dots, element, label, picture, polyline, short, tip
 
 WIDTH: Final = 960.0
 MOST_TIMES: Final = 1.1
@@ -73,8 +73,8 @@ def history(records: Sequence[TrialRecord]) -> str | None:
     values = [*(us for _, us in (*what.measured, *what.predicted)), *ends]
     lowest = min(values if what.floor_us is None else [what.floor_us, *values])
     highest = min(max(values), what.limit_us)
-    across = Scale(-0.5, max(record.trial for record in records) + 0.5, _LEFT, _RIGHT)
-    up = Scale(lowest * 0.985, max(highest, lowest * 1.01) * 1.02, _BOTTOM, _TOP, log=True)
+    across = PlotAxis(-0.5, max(record.trial for record in records) + 0.5, _LEFT, _RIGHT)
+    up = PlotAxis(lowest * 0.985, max(highest, lowest * 1.01) * 1.02, _BOTTOM, _TOP, log=True)
     parts = [*_frame(across, up), *_floor(what, up), *_failures(what, across), *_above(what, across)]
     for kind, points in (("measured", what.measured), ("predicted", what.predicted)):
         places = [(across(trial), up(us)) for trial, us in points if us <= what.limit_us]
@@ -91,7 +91,7 @@ def history(records: Sequence[TrialRecord]) -> str | None:
     return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(what, marked)])
 
 
-def _frame(across: Scale, up: Scale) -> list[str]:
+def _frame(across: PlotAxis, up: PlotAxis) -> list[str]:
     parts = [element("path", d=f"M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}", class_="axis")]
     for value in up.ticks(7):
         y = up(value)
@@ -110,14 +110,14 @@ def _frame(across: Scale, up: Scale) -> list[str]:
     ]
 
 
-def _floor(what: HistoryView, up: Scale) -> list[str]:
+def _floor(what: HistoryView, up: PlotAxis) -> list[str]:
     if what.floor_us is None:
         return []
     line = polyline([(_LEFT, up(what.floor_us)), (_RIGHT, up(what.floor_us))])
     return [element("path", d=line, stroke="currentColor", stroke_dasharray="6 4", fill="none", class_="floor")]
 
 
-def _failures(what: HistoryView, across: Scale) -> list[str]:
+def _failures(what: HistoryView, across: PlotAxis) -> list[str]:
     """Trials without a latency, as ticks on the axis."""
     marks = "".join(polyline([(across(trial), _BOTTOM - 8), (across(trial), _BOTTOM)]) for trial in what.failed)
     if not marks:
@@ -125,7 +125,7 @@ def _failures(what: HistoryView, across: Scale) -> list[str]:
     return [element("path", d=marks, stroke="currentColor", stroke_width=1.5, fill="none", class_="failed")]
 
 
-def _above(what: HistoryView, across: Scale) -> list[str]:
+def _above(what: HistoryView, across: PlotAxis) -> list[str]:
     """Trials above the upper edge, as triangles on it."""
     marks = "".join(_triangle(across(trial), _TOP) for trial, _ in what.above)
     return [element("path", d=marks, fill="currentColor", class_="failed above")] if marks else []
@@ -149,7 +149,7 @@ def _square(x: float, y: float) -> str:
     return f"M{x - 5:.2f} {y - 5:.2f}h10v10h-10z"
 
 
-def _again(record: TrialRecord, across: Scale, up: Scale, limit_us: float) -> list[str]:
+def _again(record: TrialRecord, across: PlotAxis, up: PlotAxis, limit_us: float) -> list[str]:
     """A final's diamond, and a line from its 10th to its 90th percentile."""
     x, median_us, low_us, high_us = across(record.trial), record.latency_us, record.p10_us, record.p90_us
     if median_us is None or median_us > limit_us:
@@ -165,7 +165,7 @@ def _final(x: float, y: float) -> str:
     return element("path", d=corners, stroke="currentColor", stroke_width=1.6, class_="final paper")
 
 
-def _best(incumbents: list[TrialRecord], kind: str, across: Scale, up: Scale, limit_us: float) -> list[str]:
+def _best(incumbents: list[TrialRecord], kind: str, across: PlotAxis, up: PlotAxis, limit_us: float) -> list[str]:
     """The best latency so far as a staircase, with a mark and its numbers at each step.
 
     A staircase that begins above the upper edge enters from there.

@@ -11,7 +11,7 @@ from flywheel.measure.standing import compared
 from flywheel.report.changes import Change, by_weight, told
 from flywheel.report.facts import Knobs
 from flywheel.report.history import MOST_TIMES, WIDTH
-from flywheel.report.svg import Scale, element, label, picture, polyline, short, tip
+from flywheel.report.svg import PlotAxis, element, label, picture, polyline, short, tip
 from flywheel.search.knobs import Choice
 from flywheel.search.space import Dimension
 
@@ -81,7 +81,7 @@ def coordinates(
     ends = [ranked[0][0], ranked[-1][0]]
     ends += [best.objective_us] if best is not None and best.objective_us is not None else []
     slowest, fastest = min(max(ends), MOST_TIMES * min(ends)), min(ends)
-    up = Scale(fastest, slowest if slowest > fastest else fastest * 1.01, _BOTTOM, _TOP, log=True)
+    up = PlotAxis(fastest, slowest if slowest > fastest else fastest * 1.01, _BOTTOM, _TOP, log=True)
     fifths: list[list[str]] = [[] for _ in RAMP]
     for rank, (latency, _, choice) in enumerate(ranked):
         line = polyline([*_line(axes, places, choice), (places[-1], up(min(latency, slowest)))])

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from flywheel.cost_model import State, TaskSpan, state_shares
 from flywheel.ir import MegakernelProgram
 from flywheel.report.history import WIDTH
-from flywheel.report.svg import Scale, element, label, picture, polyline, short, strokes, tip
+from flywheel.report.svg import PlotAxis, element, label, picture, polyline, short, strokes, tip
 
 BY_MODEL: Final = "by the cost model"
 """Origin of predicted spans."""
@@ -121,7 +121,7 @@ def layer(timeline: Timeline, origin: str = BY_MODEL, place: str = "SM") -> str:
     """
     shown = window(timeline)
     row = max(2.0, min(9.0, _SPACE / timeline.sms))
-    across = Scale(0.0, max(shown.end_us - shown.start_us, 1e-3), _LEFT, _RIGHT)
+    across = PlotAxis(0.0, max(shown.end_us - shown.start_us, 1e-3), _LEFT, _RIGHT)
     bottom = _TOP + row * timeline.sms
     title = f"{_work(timeline.program)}{_what(shown.layer)} on every {place}, {origin}"
     order, borders = _gpus(timeline.program, row)
@@ -174,7 +174,7 @@ def _what(chosen: int | None) -> str:
     return "the step" if chosen is None else f"layer {chosen}"
 
 
-def _states(spans: Sequence[TaskSpan], shown: Window, across: Scale, row: float) -> list[str]:
+def _states(spans: Sequence[TaskSpan], shown: Window, across: PlotAxis, row: float) -> list[str]:
     """A path for each state. Of idle SMs one sees the paper."""
     gap = 0.5 if row > 3 else 0.0
     drawn: dict[State, list[tuple[float, float, float]]] = {state: [] for state in MEANINGS}
@@ -193,7 +193,7 @@ def _states(spans: Sequence[TaskSpan], shown: Window, across: Scale, row: float)
     ]  # fmt: skip
 
 
-def _operations(shown: Window, across: Scale, top: float) -> tuple[list[str], float]:
+def _operations(shown: Window, across: PlotAxis, top: float) -> tuple[list[str], float]:
     """(a line from the first start to the last end of each operation, with its name; the height of their end)."""
     parts = []
     for order, (name, spans) in enumerate(shown.names.items()):

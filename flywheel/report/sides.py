@@ -10,7 +10,7 @@ from typing import Any, Final
 from flywheel.errors import StoreError
 from flywheel.ir.config import ScheduleConfig
 from flywheel.measure.latency import RESOLUTION, Band, band_of, rounded, tokens_per_s
-from flywheel.report.svg import Scale, element, label, picture, polyline, short, tip
+from flywheel.report.svg import PlotAxis, element, label, picture, polyline, short, tip
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document
 
@@ -124,7 +124,7 @@ _COLOURS: Final = {True: "measured", False: "predicted"}
 def drawn(sides: Sequence[Side]) -> str:
     """A bar for each side, on one axis that starts at 0. A line at a bar's end spans the 10th to the 90th percentile,
     or the range of a prediction."""
-    across = Scale(0.0, max(side.high_us for side in sides) * 1.02, _LEFT, _RIGHT)
+    across = PlotAxis(0.0, max(side.high_us for side in sides) * 1.02, _LEFT, _RIGHT)
     title = " beside ".join(side.name for side in sides)
     bottom = _TOP + _ROW * len(sides)
     parts = [label(_LEFT, 20, title)]
@@ -138,7 +138,7 @@ def drawn(sides: Sequence[Side]) -> str:
     return picture(_WIDTH, bottom + _AXIS, title, [*parts, label(_RIGHT, bottom + 34, said, "end faint")])
 
 
-def _bar(side: Side, across: Scale, top: float) -> list[str]:
+def _bar(side: Side, across: PlotAxis, top: float) -> list[str]:
     end, middle = across(side.latency_us), top + 20 + _BAR / 2
     times = f"{side.took} us, {side.rate} tokens/s"
     spread = polyline([(across(side.low_us), middle), (across(side.high_us), middle)])

@@ -88,7 +88,7 @@ def strokes(lines: Iterable[tuple[float, float, float]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class PlotAxis:
     """Maps low..high to start..end pixels, linearly, or logarithmically with `log`; low < high, and 0 < low with
     `log`."""
 

@@ -25,7 +25,7 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.process import sums_as_shipped
-from flywheel.rivals.lineup import Form, Plan, Rival, refusal
+from flywheel.rivals.lineup import Form, Rival, TimingPlan, refusal
 from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder, bytes_read, fuse, steps_of
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
@@ -70,7 +70,7 @@ class Contests:
         context: int,
         rivals: Sequence[Rival],
         read_gbs: float,
-        plan: Plan,
+        plan: TimingPlan,
         batch: int = 1,
     ) -> Comparison:
         """Compare the program, lowered for `batch` sequences of `context` positions, with its rivals, all at the last
@@ -285,7 +285,7 @@ def _hold_rounds(
     program: MegakernelProgram,
     graphs: Sequence[GraphedStep | Entry],
     made: Judge,
-    plan: Plan,
+    plan: TimingPlan,
     say: Callable[[str], None],
 ) -> tuple[Entry, ...]:
     """The program's entry, then those of its rivals. Each round begins with another contestant."""

@@ -52,7 +52,7 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TimingPlan:
     """`rounds` of `samples` each for every contestant; each round loads the program again."""
 
     rounds: int

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[_T]):
+class RankResult(Generic[_T]):
     """The result of a rank's work."""
 
     given: _T
@@ -113,7 +113,7 @@ def _start(what: str, work: Callable[..., Any], rank: int, *arguments: Any) -> d
 def _hear(what: str, processes: Mapping[Connection, SpawnProcess], end: float, limit_s: float) -> list[Any]:
     """The results of all ranks, in order. `end` is the deadline on the monotonic clock."""
     ranks = list(processes)
-    answers: dict[Connection, Answer[Any]] = {}
+    answers: dict[Connection, RankResult[Any]] = {}
     failures: dict[Connection, Failure] = {}
     while len(answers) + len(failures) < len(ranks):
         silent = [each for each in ranks if each not in answers and each not in failures]
@@ -123,7 +123,7 @@ def _hear(what: str, processes: Mapping[Connection, SpawnProcess], end: float, l
         for connection in (each for each in silent if each in ready):
             place = f"{what}: rank {ranks.index(connection)} of {len(ranks)}"
             match _receive(connection, processes[connection], place):
-                case Answer() as answer:
+                case RankResult() as answer:
                     answers[connection] = answer
                 case failure:
                     failures[connection] = failure
@@ -137,9 +137,9 @@ def _hear(what: str, processes: Mapping[Connection, SpawnProcess], end: float, l
     return [answers[each].given for each in ranks]
 
 
-def _receive(connection: Connection, process: SpawnProcess, place: str) -> Answer[Any] | Failure:
+def _receive(connection: Connection, process: SpawnProcess, place: str) -> RankResult[Any] | Failure:
     try:
-        said: Answer[Any] | Failure = connection.recv()
+        said: RankResult[Any] | Failure = connection.recv()
     except (EOFError, OSError):
         return Failure(WorkerDiedError(f"{place}: its process died: {death_of(process)}"), caused=True)
     return said
@@ -169,7 +169,7 @@ def _serve(
         init_process_group(
             backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=wait_s), device_id=device
         )
-        connection.send(Answer(work(rank, *arguments)))
+        connection.send(RankResult(work(rank, *arguments)))
     except FlywheelError as error:
         connection.send(Failure(error, caused=True))
     except RuntimeError as error:  # also torch.distributed's, when another rank has died

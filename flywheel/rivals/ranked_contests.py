@@ -23,7 +23,7 @@ from flywheel.measure.outcome import NoMemory, Rejected
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.rivals.contestants import OURS, Record, Runner, judge_session, time_round
-from flywheel.rivals.lineup import Plan, Rival
+from flywheel.rivals.lineup import Rival, TimingPlan
 from flywheel.rivals.ranked_rivals import WARMUP, Behind, RankedRival, RankedWork
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu
@@ -44,7 +44,7 @@ class RankedContests:
             self._weights: Final[Weights] = weights_for(source, dtype, seed, formats, gpus)
 
     def hold(
-        self, program: MegakernelProgram, context: int, rivals: Sequence[Rival], read_gbs: float, plan: Plan,
+        self, program: MegakernelProgram, context: int, rivals: Sequence[Rival], read_gbs: float, plan: TimingPlan,
         batch: int = 1,
     ) -> Comparison:  # fmt: skip
         """See `Contests.hold`. The rivals run in their own processes, one per GPU. Raises as `Contests.hold`,
@@ -91,7 +91,7 @@ class RankedContests:
 
     def _hold_rounds(
         self, model: CudaModel, program: MegakernelProgram, ready: Sequence[tuple[Record, RankedRival] | Entry],
-        made: Judge, plan: Plan, say: Callable[[str], None],
+        made: Judge, plan: TimingPlan, say: Callable[[str], None],
     ) -> tuple[Entry, ...]:  # fmt: skip
         """The program's entry, then those of its rivals. Each round begins with another contestant."""
         ours = Record(OURS, "the program, one launch a step and GPU")

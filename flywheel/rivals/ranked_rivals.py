@@ -144,14 +144,14 @@ def take_part(rank: int, pipes: Sequence[Connection], work: RankedWork) -> None:
     on_gpu = torch.distributed.get_backend() == "nccl"
     with torch.no_grad(), one_torch_thread(), sums_as_shipped():
         launch, given = _make_step(rank, work, f"cuda:{rank}" if on_gpu else "cpu")
-        timing = _Timing(launch, on_gpu)
+        timing = _RankTiming(launch, on_gpu)
         pipe.send(_round(rank, timing, given, 0))
         with suppress(EOFError):
             while (samples := pipe.recv()) is not None:
                 pipe.send(_round(rank, timing, given, samples))
 
 
-def _round(rank: int, timing: _Timing, given: Callable[[], tuple[Tensor, Tensor]], samples: int) -> RankedRound:
+def _round(rank: int, timing: _RankTiming, given: Callable[[], tuple[Tensor, Tensor]], samples: int) -> RankedRound:
     times, batch_us = timing.take(samples)
     logits, tokens = (each.cpu() for each in given())
     logits = logits.float()
@@ -203,7 +203,7 @@ def _weights_of(source: Source, shard: Shard, work: RankedWork, device: str) -> 
     return weights
 
 
-class _Timing:
+class _RankTiming:
     """Times launches of a step on all ranks, between two events, with the L2 cache emptied before each."""
 
     def __init__(self, launch: Callable[[], object], on_gpu: bool) -> None:

@@ -73,7 +73,7 @@ class CampaignResult:
     foreseen: Foreseen = field(default_factory=Foreseen)
 
 
-Watch = Callable[[Progress], None]
+WatchProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +172,12 @@ class CampaignRun:
         """The configs to try before the sampler proposes any: imported, good for similar work, good in general."""
         return [*map(self._space.nearest, self._priors), *self._space.known_good()]
 
-    def run(self, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
+    def run(self, watch: WatchProgress, interrupted: Callable[[], bool]) -> CampaignResult:
         """Run until a budget is spent or `interrupted` returns true. Trials that have begun are finished and kept."""
         with self._store.share(self._name) as claims:
             return self._run(claims, watch, interrupted)
 
-    def _run(self, claims: Claims, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
+    def _run(self, claims: Claims, watch: WatchProgress, interrupted: Callable[[], bool]) -> CampaignResult:
         start, flight = perf_counter(), self._flight
         while True:
             stopped = self._spent(perf_counter() - start, interrupted)

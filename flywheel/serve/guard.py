@@ -16,15 +16,15 @@ from flywheel.serve.openai import error
 MAX_BODY: Final = 16 * 2**20
 """Bytes of a request: far more than any context."""
 
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
+_AsgiMessage = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_AsgiMessage]]
+_Send = Callable[[_AsgiMessage], Awaitable[None]]
 
 
 _TOKENS: Final = "prompt_tokens={prompt_tokens} tokens={completion_tokens} "
 _SHOWN_PATH: Final = 200
 """Characters of a path in a line of the log."""
-_END: Final[_Message] = {"type": "http.response.body", "body": b"", "more_body": False}
+_END: Final[_AsgiMessage] = {"type": "http.response.body", "body": b"", "more_body": False}
 _SHUTTING_DOWN: Final = JSONResponse(error("the server is shutting down", "server_error"), 503)
 
 
@@ -34,13 +34,13 @@ class Log:
     def __init__(self, app: Callable[..., Awaitable[None]], log: Callable[[str], None]) -> None:
         self._app, self._log = app, log
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: _AsgiMessage, receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         status, start = 500, time.perf_counter()  # of a request that no handler answers
 
-        async def seen(message: _Message) -> None:
+        async def seen(message: _AsgiMessage) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
@@ -61,7 +61,7 @@ class Guard:
     def __init__(self, app: Callable[..., Awaitable[None]], api_key: str | None) -> None:
         self._app, self._key = app, api_key
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: _AsgiMessage, receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -80,13 +80,13 @@ class Guard:
             return
         taken, begun, ended = 0, False, False
 
-        async def counted() -> _Message:
+        async def counted() -> _AsgiMessage:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
             return message if taken <= MAX_BODY else {"type": "http.disconnect"}
 
-        async def passed(message: _Message) -> None:
+        async def passed(message: _AsgiMessage) -> None:
             nonlocal begun, ended
             if taken <= MAX_BODY:
                 begun = True

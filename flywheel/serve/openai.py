@@ -48,7 +48,7 @@ class StreamOptions(_Object):
     include_usage: bool = False
 
 
-class _Request(_Object):
+class _RequestFields(_Object):
     """The fields that both kinds of request have."""
 
     model: str
@@ -93,7 +93,7 @@ class _Request(_Object):
             raise UsageError(f"{what} choices; {most}")
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(_RequestFields):
     """POST /v1/completions. `prompt` is a text or token ids, or a list of these."""
 
     prompt: Annotated[list[Prompt], PlainValidator(prompts)]
@@ -126,7 +126,7 @@ class Message(_Object):
         return {"role": self.role, "content": self.content or "", **named}
 
 
-class ChatRequest(_Request):
+class ChatRequest(_RequestFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -149,7 +149,7 @@ class ChatRequest(_Request):
         ]
 
 
-_R = TypeVar("_R", bound=_Request)
+_R = TypeVar("_R", bound=_RequestFields)
 
 
 def read(kind: type[_R], body: bytes) -> _R:

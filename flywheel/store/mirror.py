@@ -59,7 +59,7 @@ _NUMBERS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MetricPoint:
     """One value of a series. `step` is a trial's number, `time_ms` the time of its row in ms since 1970, UTC."""
 
     name: str
@@ -134,7 +134,7 @@ def trial_params(record: TrialRecord, knobs: Mapping[str, str | int] | None) -> 
     return knob_params(knobs) | to_params({"config_id": record.config_id, "program_id": record.program_id})
 
 
-def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
+def campaign_points(records: Sequence[TrialRecord]) -> Iterator[MetricPoint]:
     """The series of a campaign, row by row: latencies, the best so far, its floor fraction, counts of outcomes.
 
     Measured, imported and predicted latencies are separate series. At each new predicted best are the two ends of the
@@ -179,19 +179,19 @@ def columns(names: Collection[str]) -> str:
     return json.dumps(state, separators=(",", ":"))
 
 
-def trial_points(record: TrialRecord) -> Iterator[Point]:
+def trial_points(record: TrialRecord) -> Iterator[MetricPoint]:
     """The numbers of one trial."""
     numbers = {name: getattr(record, name) for name in _NUMBERS}
     return to_points(numbers | {f"predicted_{end}_us": us for end, us in _expected_us(record).items()}, record)
 
 
-def to_points(numbers: Mapping[str, float | None], record: TrialRecord) -> Iterator[Point]:
+def to_points(numbers: Mapping[str, float | None], record: TrialRecord) -> Iterator[MetricPoint]:
     """Numbers by name as values of series at the step and time of a row, with as many decimals as their unit deserves.
     Absent ones are left out."""
     time_ms = to_ms(record.created_at)
     for name, value in numbers.items():
         if value is not None:
-            yield Point(name, _rounded(name, value), record.trial, time_ms)
+            yield MetricPoint(name, _rounded(name, value), record.trial, time_ms)
 
 
 def _expected_us(record: TrialRecord) -> dict[str, float]:

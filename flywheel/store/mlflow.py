@@ -31,7 +31,7 @@ from flywheel.store.mirror import (
     CAMPAIGNS,
     KEY,
     KNOB,
-    Point,
+    MetricPoint,
     Views,
     campaign_key,
     campaign_params,
@@ -178,7 +178,7 @@ class Mirror:
             self._connected = client, found.experiment_id
         return self._connected
 
-    def _write_rows(self, client: Any, run: Any, params: Mapping[str, str], points: Iterable[Point]) -> int:
+    def _write_rows(self, client: Any, run: Any, params: Mapping[str, str], points: Iterable[MetricPoint]) -> int:
         from mlflow.entities import Metric, Param
 
         missing: list[Any] = []

@@ -57,7 +57,7 @@ def enter(engine: Engine, name: str) -> Presence:
             return _LockedFile(Path(file))
         except OSError as error:
             raise StoreError(f"store {name}: {error.filename or file}: {error.strerror}") from error
-    return _Session(engine, name)
+    return _LockSession(engine, name)
 
 
 class _LockedFile:
@@ -122,7 +122,7 @@ def _is_locked(path: Path) -> bool:
         os.close(descriptor)
 
 
-class _Session:
+class _LockSession:
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name
         self.run = secrets.randbits(31)

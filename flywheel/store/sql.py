@@ -303,7 +303,7 @@ def _seen_query(given: tuple[str, ...], absent: tuple[str, ...]) -> Select[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tally:
+class _OutcomeTally:
     """Of one outcome in a campaign: rows, those that are trials, and the latencies of the best."""
 
     rows: int
@@ -313,7 +313,7 @@ class _Tally:
     predicted_us: float | None
 
 
-def _tallies(connection: Connection, name: str) -> dict[str, dict[str, _Tally]]:
+def _tallies(connection: Connection, name: str) -> dict[str, dict[str, _OutcomeTally]]:
     """By campaign and outcome. Raises StoreError for what no row can hold."""
     source, may_be_best = contenders(())
     query = (
@@ -335,18 +335,18 @@ def _tallies(connection: Connection, name: str) -> dict[str, dict[str, _Tally]]:
         .group_by(trials.c.campaign, trials.c.outcome)
         .order_by(trials.c.campaign, trials.c.outcome)
     )
-    tallies: dict[str, dict[str, _Tally]] = {}
+    tallies: dict[str, dict[str, _OutcomeTally]] = {}
     for campaign, outcome, *numbers in connection.execute(query):
         if outcome not in OUTCOME_NAMES:
             raise StoreError(f"store {name}: outcome {show(outcome)} is none of {', '.join(OUTCOME_NAMES)}")
         for value in numbers[2:]:
             if (fault := fault_of("latency_us", float, True, value)) is not None:
                 raise StoreError(f"store {name}: the best latency of campaign {show(campaign)} {fault}")
-        tallies.setdefault(campaign, {})[outcome] = _Tally(*numbers)
+        tallies.setdefault(campaign, {})[outcome] = _OutcomeTally(*numbers)
     return tallies
 
 
-def _summary(campaign: Campaign, tallies: dict[str, _Tally]) -> CampaignSummary:
+def _summary(campaign: Campaign, tallies: dict[str, _OutcomeTally]) -> CampaignSummary:
     outcomes = {outcome: tally.trials for outcome, tally in tallies.items() if tally.trials}
     measured, predicted = tallies.get("measured"), tallies.get("predicted")
     return CampaignSummary(

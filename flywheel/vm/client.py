@@ -17,7 +17,7 @@ from flywheel.errors import WorkerDiedError
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
 from flywheel.vm.watching import PATIENCE, Patience, Watch, watched
-from flywheel.vm.worker import MakeBench, Question, Ready, Unable, Work, WorkerPhase, WorkerReply, serve
+from flywheel.vm.worker import MakeBench, Question, Ready, Unable, WorkerPhase, WorkerProgram, WorkerReply, serve
 
 _EXIT_S: Final = 5.0
 """Wall seconds that a worker may take to end, once it was told to or was killed."""
@@ -55,7 +55,7 @@ class Client:
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._greeted = False  # whether the worker has said that it is ready
-        self._rivals: tuple[Work, ...] = ()  # the rivals that the worker has
+        self._rivals: tuple[WorkerProgram, ...] = ()  # the rivals that the worker has
 
     def __enter__(self) -> Self:
         return self
@@ -87,11 +87,11 @@ class Client:
         if not self._greeted:
             self._hear()
 
-    def measure(self, program: Work) -> TrialOutcome:
+    def measure(self, program: WorkerProgram) -> TrialOutcome:
         """The outcome of a program. Raises as `ready` does where no worker starts."""
         return self.compare(program).outcome
 
-    def compare(self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1) -> Contest:
+    def compare(self, program: WorkerProgram, rivals: tuple[WorkerProgram, ...] = (), rounds: int = 1) -> Contest:
         """As `attempt`, but try the program again after a worker's death. Raises as `ready` where no worker starts."""
         first = self.attempt(program, rivals, rounds)
         if not (isinstance(first.outcome, Crashed) and first.outcome.transient):
@@ -113,7 +113,7 @@ class Client:
         if process is not None:
             end_process(process, _EXIT_S)
 
-    def attempt(self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1) -> Contest:
+    def attempt(self, program: WorkerProgram, rivals: tuple[WorkerProgram, ...] = (), rounds: int = 1) -> Contest:
         """Measure a program in turn with `rivals`, if any, for `rounds` rounds. A worker's death is Crashed, transient.
 
         The client sends one `rivals` object once, however many calls have it. Raises as `ready` does.

@@ -45,7 +45,7 @@ class Parcel:
         return packed
 
 
-Work = MegakernelProgram | Parcel
+WorkerProgram = MegakernelProgram | Parcel
 """A program in a form that a worker takes."""
 
 
@@ -109,8 +109,8 @@ class Unable:
 class Question:
     """A program to measure, alone or against rivals. With `rivals` None the last question's rivals hold."""
 
-    program: Work
-    rivals: tuple[Work, ...] | None = ()
+    program: WorkerProgram
+    rivals: tuple[WorkerProgram, ...] | None = ()
     rounds: int = 1
 
 
@@ -171,7 +171,7 @@ def answer(
             return WorkerReply(result)
 
 
-def _opened(work: Work) -> MegakernelProgram | AnyPacked:
+def _opened(work: WorkerProgram) -> MegakernelProgram | AnyPacked:
     return work.open() if isinstance(work, Parcel) else work
 
 

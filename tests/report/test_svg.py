@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.report.svg import Scale, dots, element, label, picture, short, standalone, tip
+from flywheel.report.svg import PlotAxis, dots, element, label, picture, short, standalone, tip
 
 numbers = st.floats(-1e6, 1e6)
 
@@ -26,7 +26,7 @@ def test_strangers_text_is_escaped() -> None:
 
 @given(numbers, st.floats(1e-3, 1e6), st.floats(0, 1))
 def test_an_axis_maps_its_ends_to_its_pixels_and_keeps_order(low: float, width: float, share: float) -> None:
-    axis = Scale(low, low + width, 10, 110)
+    axis = PlotAxis(low, low + width, 10, 110)
     assert axis(low) == pytest.approx(10)
     assert axis(low + width) == pytest.approx(110)
     assert 10 - 1e-6 <= axis(low + width * share) <= 110 + 1e-6
@@ -34,7 +34,7 @@ def test_an_axis_maps_its_ends_to_its_pixels_and_keeps_order(low: float, width: 
 
 @given(st.floats(1e-3, 1e6), st.floats(1.001, 1e4), st.booleans())
 def test_ticks_lie_on_the_axis_and_are_not_many(low: float, ratio: float, log: bool) -> None:
-    axis = Scale(low, low * ratio, 0, 100, log=log)
+    axis = PlotAxis(low, low * ratio, 0, 100, log=log)
     ticks = axis.ticks()
     assert len(ticks) <= 20
     assert all(low * (1 - 1e-9) <= tick <= low * ratio * (1 + 1e-9) for tick in ticks)

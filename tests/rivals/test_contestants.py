@@ -20,7 +20,7 @@ from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
 from flywheel.rivals import contestants
 from flywheel.rivals.contestants import Contests, Record, Runner, time_round
-from flywheel.rivals.lineup import RIVALS, Plan, refusal
+from flywheel.rivals.lineup import RIVALS, TimingPlan, refusal
 from flywheel.rivals.torch_decoder import fuse
 from flywheel.vm.gpu.driver import Gpu
 
@@ -126,7 +126,7 @@ def test_all_contestants_are_right_and_timed_at_every_context(
     contests = Contests(gpu, Source(spec.name, spec, None, None), DType.BF16, 1, said.append)
     for context in contexts:
         program = lower(decode_step(spec, context, DType.BF16), ScheduleConfig(), target)
-        comparison = contests.hold(program, context, PLAIN_RIVALS, 4000.0, Plan(2, 5))
+        comparison = contests.hold(program, context, PLAIN_RIVALS, 4000.0, TimingPlan(2, 5))
         assert [entry.name for entry in comparison.entries] == ["flywheel", *(rival.name for rival in PLAIN_RIVALS)]
         for entry in comparison.entries:
             assert isinstance(entry.outcome, Measured), entry
@@ -146,7 +146,7 @@ def test_all_contestants_of_a_batch_are_right_in_every_row_and_timed(batch: int,
     target = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
     contests = Contests(gpu, Source(SMALL.name, SMALL, None, None), DType.BF16, 1, lambda line: None)
     program = lower(decode_step(SMALL, 64, DType.BF16, batch), ScheduleConfig(), target)
-    comparison = contests.hold(program, 64, PLAIN_RIVALS, 4000.0, Plan(1, 5), batch)
+    comparison = contests.hold(program, 64, PLAIN_RIVALS, 4000.0, TimingPlan(1, 5), batch)
     assert comparison.batch == batch
     for entry in comparison.entries:
         assert isinstance(entry.outcome, Measured), entry
@@ -159,7 +159,7 @@ def test_rivals_multiply_the_programs_codes_or_say_why_not(text: str, batch: int
     formats = parse_formats(text, "bf16")
     contests = Contests(gpu, Source(WIDE.name, WIDE, None, None), DType.BF16, 1, lambda line: None, formats)
     program = lower(decode_step(WIDE, 64, DType.BF16, batch, formats), ScheduleConfig(), target)
-    comparison = contests.hold(program, 64, list(RIVALS.values()), 4000.0, Plan(1, 5), batch)
+    comparison = contests.hold(program, 64, list(RIVALS.values()), 4000.0, TimingPlan(1, 5), batch)
     for rival, entry in zip(RIVALS.values(), comparison.entries[1:], strict=True):
         why = refusal(rival, WIDE, formats, DType.BF16)
         if why is None:
@@ -175,8 +175,8 @@ def test_a_program_that_does_not_fit_does_not_stop_what_comes_after(gpu: Gpu) ->
     fits = lower(decode_step(SMALL, 64, DType.BF16), ScheduleConfig(), target)
     large = lower(decode_step(SMALL, 64, DType.BF16), ScheduleConfig(), replace(target, num_sms=1000))
     with pytest.raises(ConfigError, match="1000 blocks"):
-        contests.hold(large, 64, [], 4000.0, Plan(1, 5))
-    assert isinstance(contests.hold(fits, 64, [], 4000.0, Plan(1, 5)).entries[0].outcome, Measured)
+        contests.hold(large, 64, [], 4000.0, TimingPlan(1, 5))
+    assert isinstance(contests.hold(fits, 64, [], 4000.0, TimingPlan(1, 5)).entries[0].outcome, Measured)
 
 
 @pytest.mark.gpu
@@ -189,6 +189,6 @@ def test_a_rival_with_other_weights_is_not_timed(gpu: Gpu, monkeypatch: pytest.M
     layers = (first, replace(second, down=second.down.roll(1, 0)), *others)
     monkeypatch.setitem(contests._fused, "whole", replace(fused, layers=layers))
     program = lower(decode_step(SMALL, 64, DType.BF16), ScheduleConfig(), target)
-    ours, rival = contests.hold(program, 64, [RIVALS["cublas"]], 4000.0, Plan(1, 5)).entries
+    ours, rival = contests.hold(program, 64, [RIVALS["cublas"]], 4000.0, TimingPlan(1, 5)).entries
     assert isinstance(ours.outcome, Measured)
     assert isinstance(rival.outcome, Incorrect)

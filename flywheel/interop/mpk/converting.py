@@ -69,7 +69,7 @@ def convert(
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class _TaskUnit:
     """One future task of ours: a part of a layer, and the positions of MPK's tasks that compute it. The last position
     decides its place in the queues."""
 
@@ -78,15 +78,15 @@ class _Unit:
     places: tuple[int, ...]
 
 
-def _units(graph: MpkGraph, doings: Sequence[Doing]) -> list[_Unit]:
-    found: dict[tuple[object, ...], _Unit] = {}
+def _units(graph: MpkGraph, doings: Sequence[Doing]) -> list[_TaskUnit]:
+    found: dict[tuple[object, ...], _TaskUnit] = {}
     for doing in doings:
         for part in doing.parts:
             alone = part.name not in _ROWS_TOGETHER
             key = (doing.layer, part.name, doing.place, part.start) if alone else (doing.layer, part.name)
             before = found.get(key)
             places = (doing.place,) if before is None else (*before.places, doing.place)
-            found[key] = _Unit(doing.layer, part, places)
+            found[key] = _TaskUnit(doing.layer, part, places)
     return sorted(found.values(), key=lambda unit: unit.places[-1])
 
 
@@ -100,7 +100,7 @@ class _ProgramTables:
         self._ids: dict[str, int] = {}
         self._same: dict[int, int] = {}  # event -> another that has the same counter
 
-    def program(self, units: Sequence[_Unit]) -> MegakernelProgram:
+    def program(self, units: Sequence[_TaskUnit]) -> MegakernelProgram:
         """The program of `units`, without its target, its config and its metadata."""
         for name in ("token_id", "position"):
             self._buffer(name, None)
@@ -140,7 +140,7 @@ class _ProgramTables:
             if first != other:
                 self._same[other] = first
 
-    def _task(self, number: int, unit: _Unit, work: UnplacedTask, counter: int, waits: tuple[Wait, ...]) -> Task:
+    def _task(self, number: int, unit: _TaskUnit, work: UnplacedTask, counter: int, waits: tuple[Wait, ...]) -> Task:
         label = unit.part.name if unit.layer is None else f"L{unit.layer}.{unit.part.name}"
         return Task(
             number, work.op, self._operands(work.inputs, unit.layer),

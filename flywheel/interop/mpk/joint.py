@@ -256,13 +256,13 @@ def _slots(tensor: MpkTensor) -> list[MpkTensor]:
 
 _Whose = tuple[int, str]
 """(rank, name) of a tensor."""
-_Part = tuple[int, tuple[int, ...]]
+_PartKey = tuple[int, tuple[int, ...]]
 
 
 def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[CellGrid], dict[int, list[Touches]]]:
     ranks = frozenset(graph.rank for graph in graphs)
     uses = {graph.rank: [uses_of(graph, task, ranks) for task in graph.tasks[FIRST_TASK:]] for graph in graphs}
-    parts: dict[_Whose, set[_Part]] = {}
+    parts: dict[_Whose, set[_PartKey]] = {}
     for listed in uses.values():
         for found in listed:
             for use in found:
@@ -293,8 +293,8 @@ def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[C
 class _Cutter:
     aliases: Mapping[str, str]
     grids: dict[_Whose, CellGrid]
-    layers: dict[_Whose, dict[_Part, int]]
-    known: dict[tuple[int, int, _Part | None], Cells]
+    layers: dict[_Whose, dict[_PartKey, int]]
+    known: dict[tuple[int, int, _PartKey | None], Cells]
     shared: dict[Cells, Cells]
 
     def touches(self, found: Sequence[TensorUse]) -> Touches:

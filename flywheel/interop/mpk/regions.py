@@ -25,11 +25,11 @@ _WHOLE: Final = 1 << 62
 
 Rect = tuple[int, int, int, int]
 """First and last row, first and last byte of a row; ends are excluded."""
-_Run = tuple[int, int, int, int]
+_ByteRun = tuple[int, int, int, int]
 """First byte, bytes of a row, bytes from row to row, rows."""
 
 
-def runs_of(tensor: MpkTensor) -> list[_Run]:
+def runs_of(tensor: MpkTensor) -> list[_ByteRun]:
     """The rows of bytes that a piece covers. A piece of irregular form covers all bytes from its first to its last; a
     piece of elements of unknown size covers the whole tensor."""
     if 0 in tensor.dims:
@@ -114,7 +114,7 @@ def rects_of(tensor: MpkTensor, pitch: int | None) -> list[Rect]:
     return _rects(runs_of(tensor), pitch)
 
 
-def _rects(runs: Sequence[_Run], pitch: int | None) -> list[Rect]:
+def _rects(runs: Sequence[_ByteRun], pitch: int | None) -> list[Rect]:
     found: list[Rect] = []
     for start, width, step, count in runs:
         if pitch is not None and step == pitch and count > 1 and start % pitch + width <= pitch:

@@ -33,13 +33,13 @@ from flywheel.interop.mpk.timing import H200, Runtime, as_far, predict_step, str
 from flywheel.ir.firing import fire
 from flywheel.ir.validate.sweep import Touches
 
-Group = tuple[tuple[int, ...], tuple[int, ...]]
+EventGroup = tuple[tuple[int, ...], tuple[int, ...]]
 """Positions of some tasks that signal an event, and of some tasks that wait for it."""
 
 _NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-def components(graph: MpkGraph, aliases: Mapping[str, str] = _NO_ALIASES) -> dict[int, list[Group]]:
+def components(graph: MpkGraph, aliases: Mapping[str, str] = _NO_ALIASES) -> dict[int, list[EventGroup]]:
     """The groups of tasks of each event, by the event's position. Only events of type EMPTY with at least two groups
     appear.
 
@@ -64,7 +64,7 @@ def components(graph: MpkGraph, aliases: Mapping[str, str] = _NO_ALIASES) -> dic
     return found
 
 
-def _groups(touches: Sequence[Touches], first: Sequence[int], second: Sequence[int]) -> list[Group]:
+def _groups(touches: Sequence[Touches], first: Sequence[int], second: Sequence[int]) -> list[EventGroup]:
     parent = {place: place for place in (*first, *second)}
 
     def root(place: int) -> int:

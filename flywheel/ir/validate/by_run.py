@@ -25,7 +25,7 @@ from flywheel.ir.validate.races import Accesses, check_races
 from flywheel.ir.validate.ranks import check_exchanges, check_places
 from flywheel.ir.validate.tasks import check_tasks
 
-_Tiles = Tiles | tuple[Tile, ...]
+_AnyTiles = Tiles | tuple[Tile, ...]
 
 
 def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
@@ -128,7 +128,7 @@ class _Columns:
             return False
         return buffers[run.outputs[0]].kind is not BufferKind.KV_CACHE and self._read(run.tiles) is not None
 
-    def _read(self, tiles: _Tiles) -> list[Region] | None:
+    def _read(self, tiles: _AnyTiles) -> list[Region] | None:
         """The columns of the tiles. None where a tile names no columns, where two overlap, or where tiles differ in K,
         in rows or in the rows that they attend to."""
         if id(tiles) not in self._known:
@@ -136,7 +136,7 @@ class _Columns:
         return self._known[id(tiles)]
 
 
-def _merged(tiles: _Tiles) -> list[Region] | None:
+def _merged(tiles: _AnyTiles) -> list[Region] | None:
     stretches = stretches_of(tiles)
     found = sorted([region for each in stretches if (region := _columns_of(each)) is not None])
     if len(found) < len(stretches) or any(one[1] > other[0] for one, other in pairwise(found)):

@@ -58,7 +58,7 @@ def _report(task: Task, cache: Buffer, fault: str, findings: Findings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _CacheUse:
     """A step that reads a cache as its operand `place`."""
 
     op: InstructionKind
@@ -67,15 +67,15 @@ class _Use:
     args: tuple[Arg, ...]
 
 
-def _uses(task: Task, cache: int) -> Iterator[_Use]:
+def _uses(task: Task, cache: int) -> Iterator[_CacheUse]:
     """How the steps of a task read a cache; a plain operation is one step."""
     if task.op is not InstructionKind.FUSED:
         args = tuple(map(Input, range(len(task.inputs))))
-        yield from [_Use(task.op, place, {}, args) for place, number in enumerate(task.inputs) if number == cache]
+        yield from [_CacheUse(task.op, place, {}, args) for place, number in enumerate(task.inputs) if number == cache]
     for step in recipe_steps(task):
         for place, arg in enumerate(step.args):
             if isinstance(arg, Input) and task.inputs[arg.number] == cache:
-                yield _Use(step.op, place, step.params, step.args)
+                yield _CacheUse(step.op, place, step.params, step.args)
 
 
 def _append_fault(task: Task, cache: int, buffers: Mapping[int, Buffer]) -> str | None:

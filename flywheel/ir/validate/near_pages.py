@@ -24,7 +24,7 @@ def pages_pass_on(pages: PageAllocation, runs: Runs, layers: Layers, brief: int,
     where two consecutive buffers are too far apart for that program. `layers` must be local.
     """
     places = _first_writes(runs.spelled)
-    parts = _Parts(layers, brief)
+    parts = _PageParts(layers, brief)
     members: dict[int, list[tuple[int, int]]] = {}
     n_runs, n_buffers = layers.runs.size, layers.buffers.size
     for number, page in pages.buffer_to_page.items():
@@ -51,7 +51,7 @@ def _first_writes(runs: Sequence[Run]) -> dict[int, int]:
     return places
 
 
-class _Part(NamedTuple):
+class _PagePart(NamedTuple):
     """The place of a buffer: in the prologue (0), in template `number`, or in the epilogue; and the number of templates
     by which it is moved."""
 
@@ -60,17 +60,17 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _PageParts:
     layers: Layers
     brief: int
 
-    def of(self, buffer: int) -> _Part:
+    def of(self, buffer: int) -> _PagePart:
         """The part that has this buffer of the program of all layers."""
         span, times = self.layers.buffers, self.layers.times
         if buffer < span.start:
-            return _Part(0, 0)
+            return _PagePart(0, 0)
         place = min((buffer - span.start) // span.size if span.size else times, times)
-        return _Part(place + 1, min(place, times - 1))
+        return _PagePart(place + 1, min(place, times - 1))
 
     def seen(self, one: int, other: int) -> tuple[int, int] | None:
         """A pair of buffers of the brief program that have the same order as these; None where there is none. `one` is

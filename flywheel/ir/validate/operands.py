@@ -11,7 +11,7 @@ from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import FLOATS, Axis, Operand, Operation, operation_of
 from flywheel.ir.records import Buffer
 
-Fault = tuple[str, str]
+OperandFault = tuple[str, str]
 """(code, text) of a broken rule."""
 
 Bound = list[tuple[Operand, Buffer]]
@@ -19,7 +19,7 @@ Bound = list[tuple[Operand, Buffer]]
 
 def operand_faults(
     op: InstructionKind, params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, is_step: bool = False
-) -> Iterator[Fault]:
+) -> Iterator[OperandFault]:
     """The faults of a task, or of a step of a recipe, by the table of operations.
 
     Required params are present and in range, and the number of inputs is right. A step makes the operation's `makes`.
@@ -76,7 +76,7 @@ def _scope(row: Operation, params: Mapping[str, Any], inputs: Sequence[Buffer], 
     return scope
 
 
-def _param_faults(row: Operation, params: Mapping[str, Any], inputs: Sequence[Buffer]) -> Iterator[Fault]:
+def _param_faults(row: Operation, params: Mapping[str, Any], inputs: Sequence[Buffer]) -> Iterator[OperandFault]:
     if row.even is not None and params[row.even] % 2:
         yield "bad-param", f"{row.even}={params[row.even]} is odd"
     if row.multiple is not None:
@@ -98,7 +98,7 @@ def _param_faults(row: Operation, params: Mapping[str, Any], inputs: Sequence[Bu
             yield "bad-param", f"{row.axis}={axis} is not one of the {rank} dimensions of {_name(inputs[0])}"
 
 
-def _type_faults(row: Operation, bound: Bound) -> Iterator[Fault]:
+def _type_faults(row: Operation, bound: Bound) -> Iterator[OperandFault]:
     for operand, buffer in bound:
         if buffer.dtype not in operand.dtypes:
             yield "operand-type", f"{_role(operand, buffer)} is {buffer.dtype.name}, not {_one_of(operand.dtypes)}"
@@ -124,7 +124,7 @@ def _size_faults(bound: Bound, scope: Scope) -> Iterator[str]:
             yield f"{_role(operand, buffer)} {fault}"
 
 
-def _part_fault(operand: Operand, buffer: Buffer, scope: Scope) -> Fault | None:
+def _part_fault(operand: Operand, buffer: Buffer, scope: Scope) -> OperandFault | None:
     """The fault of the rows or columns that a tile, a window or an append names, where the operand does not have
     them."""
     part = operand.part

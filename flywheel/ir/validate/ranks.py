@@ -83,7 +83,7 @@ def _check_task(task: Task, buffers: Mapping[int, Buffer], homes: Mapping[int, T
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _BufferPushes:
     """The pushes of one buffer by one rank: columns and target buffers, by destination."""
 
     source: Buffer
@@ -164,18 +164,18 @@ def _read(reader: int, operand: int, accesses: Accesses) -> list[Region]:
 
 def _exchanges(
     ranks: int, pushes: Sequence[int], arrived: Sequence[int], accesses: Accesses
-) -> list[list[_Exchange]]:
+) -> list[list[_BufferPushes]]:
     """The pushes of each rank, in list order."""
     written: dict[int, list[Region]] = {}
     for number in arrived:
         width = accesses.width(accesses.buffers[number])
         for start, end, index in accesses.writes[number]:
             written.setdefault(index, []).append((start, min(end, width)))
-    found: list[dict[int, _Exchange]] = [{} for _ in range(ranks)]
+    found: list[dict[int, _BufferPushes]] = [{} for _ in range(ranks)]
     for index in pushes:
         task = accesses.tasks[index]
         source, image = (accesses.buffers[number] for number in (task.inputs[0], task.outputs[0]))
-        exchange = found[task.rank].setdefault(source.id, _Exchange(source))
+        exchange = found[task.rank].setdefault(source.id, _BufferPushes(source))
         exchange.columns.setdefault(image.rank, []).extend(written[index])
         images = exchange.images.setdefault(image.rank, [])
         if image not in images:
@@ -186,7 +186,7 @@ def _exchanges(
 
 
 def _check_collectives(
-    exchanges: Sequence[Sequence[_Exchange]], readers: _Readers, accesses: Accesses, findings: Findings
+    exchanges: Sequence[Sequence[_BufferPushes]], readers: _Readers, accesses: Accesses, findings: Findings
 ) -> None:
     ranks = len(exchanges)
     counts = [len(each) for each in exchanges]
@@ -211,7 +211,7 @@ def _check_collectives(
             return
 
 
-def _fault(exchange: _Exchange, others: Sequence[int]) -> str | None:
+def _fault(exchange: _BufferPushes, others: Sequence[int]) -> str | None:
     if sorted(exchange.images) != list(others):
         return f"is pushed to ranks {sorted(exchange.images)}, not to {list(others)}"
     if any(len(images) > 1 for images in exchange.images.values()):
@@ -225,7 +225,7 @@ def _fault(exchange: _Exchange, others: Sequence[int]) -> str | None:
 
 
 def _check_together(
-    number: int, together: Sequence[_Exchange], readers: _Readers, accesses: Accesses, findings: Findings
+    number: int, together: Sequence[_BufferPushes], readers: _Readers, accesses: Accesses, findings: Findings
 ) -> None:
     """Check one exchange of all ranks: each pushes another part of one whole, or all push summands that are added."""
     ranks = range(len(together))

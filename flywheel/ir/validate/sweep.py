@@ -69,7 +69,7 @@ def sweep(
 
     It lists all, or about MAX_CLASHES of them if there are more; if the first `part` steps have some, only theirs.
     """
-    state = _State(steps, before, touches, queues)
+    state = _CellState(steps, before, touches, queues)
     for place, index in enumerate(order):
         if len(state.swept.clashes) >= (1 if place == part else MAX_CLASHES):
             break
@@ -84,7 +84,7 @@ def sweep(
     return state.swept
 
 
-class _State:
+class _CellState:
     """The steps that touched each cell since its last plain write."""
 
     __slots__ = ("_adding", "_base", "_before", "_live", "_queues", "_readers", "_steps", "_writers", "swept")

@@ -19,7 +19,7 @@ from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import FINAL, Arg, Input, Output, Recipe, Target, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Finding, Findings
-from flywheel.ir.validate.operands import Fault, converts, operand_faults
+from flywheel.ir.validate.operands import OperandFault, converts, operand_faults
 from flywheel.ir.validate.params import check_params
 from flywheel.ir.validate.recipe import check_recipe
 from flywheel.ir.version import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_WAITS
@@ -246,7 +246,7 @@ def _name(task: Task) -> str:
 
 def bound_faults(
     task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
-) -> Iterator[Fault]:
+) -> Iterator[OperandFault]:
     """The faults of a task's operands by the table of operations."""
     if task.op is InstructionKind.FUSED:
         yield from _recipe_faults(task, inputs, outputs)
@@ -254,7 +254,7 @@ def bound_faults(
         yield from operand_faults(task.op, task.params, inputs, outputs[0])
 
 
-def _recipe_faults(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Iterator[Fault]:
+def _recipe_faults(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Iterator[OperandFault]:
     inherited = {name: task.params[name] for name in INHERITED_PARAMS & task.params.keys()}
     values: dict[Arg | Target, Buffer] = {Input(number): buffer for number, buffer in enumerate(inputs)}
     for index, step in enumerate(recipe_steps(task)):
@@ -268,7 +268,9 @@ def _recipe_faults(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffe
             yield code, f"step {index}: {step.op.name}: {text}"
 
 
-def _output_faults(result: Buffer, output: Buffer, columns: tuple[int, int] | None, rows: int) -> Iterator[Fault]:
+def _output_faults(
+    result: Buffer, output: Buffer, columns: tuple[int, int] | None, rows: int
+) -> Iterator[OperandFault]:
     """Faults of a recipe's result, which must fill exactly the columns that count as written, in each of `rows`
     rows."""
     made, name = result.numel, f"{output.name} {list(output.shape)}"

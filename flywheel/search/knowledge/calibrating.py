@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Final
 
 from flywheel.cost_model import STOCK, Machine, machine_for
-from flywheel.cost_model.calibrate import Price, Sample, Score, fit, price_here, score
+from flywheel.cost_model.calibrate import PriceSamples, Sample, Score, fit, price_here, score
 from flywheel.cost_model.calibration import Calibration
 from flywheel.cost_model.demand import demand_of
 from flywheel.cost_model.links import link_of
@@ -203,7 +203,7 @@ def calibrate(
     selection: Selection,
     ceiling: Ceiling | None,
     held_back: float,
-    pool: Callable[[Sequence[Sample]], Price] = price_here,
+    pool: Callable[[Sequence[Sample]], PriceSamples] = price_here,
     watch: Callable[[str], None] = lambda _: None,
     links: Sequence[PeerLink] = (),
     only: Sequence[str] = (),

@@ -11,7 +11,7 @@ from typing import Final
 
 from flywheel.children import end_process, start_child
 from flywheel.cost_model import Machine
-from flywheel.cost_model.calibrate import Price, Sample, price_here
+from flywheel.cost_model.calibrate import PriceSamples, Sample, price_here
 from flywheel.errors import WorkerDiedError
 from flywheel.process import enter_child
 from flywheel.vm.watching import PATIENCE, answer_of
@@ -24,14 +24,14 @@ _EXIT_S: Final = 5.0
 
 
 @contextmanager
-def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], Price]]:
-    """A function that makes a Price of samples. With more than one job, that many processes share the samples.
+def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], PriceSamples]]:
+    """A function that makes a `PriceSamples`. With more than one job, that many processes share the samples.
 
-    The processes end with the context. The Price raises WorkerDiedError where one of them dies.
+    The processes end with the context. A `PriceSamples` raises WorkerDiedError where one of them dies.
     """
     workers: list[tuple[SpawnProcess, Connection]] = []
 
-    def pool(samples: Sequence[Sample]) -> Price:
+    def pool(samples: Sequence[Sample]) -> PriceSamples:
         if jobs == 1 or len(samples) < jobs:
             return price_here(samples)
         context = multiprocessing.get_context("spawn")

@@ -16,7 +16,7 @@ and more than three times as often as it changed the latency."""
 _SEEN: Final = 5
 """Comparisons of a value with another before it can count as worse."""
 
-_Change = tuple[int, int, int]
+_KnobChange = tuple[int, int, int]
 """(knob, value before, value after)."""
 
 
@@ -25,9 +25,9 @@ class Contrasts:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._same: Counter[_Change] = Counter()
-        self._seen: Counter[_Change] = Counter()
-        self._least: dict[_Change, float] = {}  # the least loss, as a fraction of the latency
+        self._same: Counter[_KnobChange] = Counter()
+        self._seen: Counter[_KnobChange] = Counter()
+        self._least: dict[_KnobChange, float] = {}  # the least loss, as a fraction of the latency
 
     def add(self, point: Point, values: Mapping[Point, float]) -> None:
         """Compare a point with the points that differ in one knob.

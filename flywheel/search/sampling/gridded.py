@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from flywheel.search.sampling.gaussian import Grid, Point
 
-Answer = tuple[float | None, Point]
+Observation = tuple[float | None, Point]
 """(latency in us, None where infeasible; point)."""
 
 
@@ -25,7 +25,7 @@ class Tried:
 
     number: int
     point: Point
-    told: Answer | None
+    told: Observation | None
 
 
 class GridSampler(BaseSampler):

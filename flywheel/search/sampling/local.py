@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flywheel.search.sampling.gaussian import GaussianProcess, Grid, Point, untried
-from flywheel.search.sampling.gridded import Answer, GridSampler, Tried
+from flywheel.search.sampling.gridded import GridSampler, Observation, Tried
 
 FIRST: Final = 2
 """Feasible trials before the Gaussian process proposes; until then, proposals lie far from all tried points."""
@@ -57,7 +57,7 @@ class LocalSampler(GridSampler):
 
 
 def propose(
-    grid: Grid, told: Sequence[Answer], pending: Sequence[Point], chance: np.random.Generator
+    grid: Grid, told: Sequence[Observation], pending: Sequence[Point], chance: np.random.Generator
 ) -> Point:
     """The point to try next; `told` are latencies in us, None where infeasible."""
     tried = {point for _, point in told} | set(pending)
@@ -92,7 +92,7 @@ def _warped(latencies_us: list[float]) -> NDArray[np.float64]:
     return warped
 
 
-def _start(told: Sequence[Answer]) -> Point:
+def _start(told: Sequence[Observation]) -> Point:
     """The best of the first feasible points."""
     first = [(value, point) for value, point in told if value is not None][:_STARTS]
     return min(first)[1]

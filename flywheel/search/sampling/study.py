@@ -21,7 +21,7 @@ from flywheel.search.sampling.foresight import Foresight
 from flywheel.search.sampling.samplers import ORDER_AWARE, Steering, make_sampler, uses_torch
 from flywheel.search.space import Dimension, Space
 
-Ask = tuple[Trial, dict[str, Value]]
+AskedTrial = tuple[Trial, dict[str, Value]]
 
 FEASIBLE = "feasible"
 """The constraint that a trial without an objective breaks."""
@@ -114,7 +114,7 @@ class CampaignStudy:
         """Queue `choice` for the next `ask`."""
         self._study.enqueue_trial({d.name: _encode(d, choice[d.name]) for d in self._searched})
 
-    def ask(self) -> Ask:
+    def ask(self) -> AskedTrial:
         """The next trial and the choice that it stands for."""
         with _quiet(), one_blas_thread(), self._one_thread():
             trial = self._study.ask(self._distributions)

@@ -77,7 +77,7 @@ class _ProgramGoneError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Task:
+class _FleetTask:
     config: ScheduleConfig
     rivals: Sequence[ScheduleConfig]
     rounds: int
@@ -96,7 +96,7 @@ class _Post:
     up: bool | None = None
     life: int = 0
     environment: Environment | None = None
-    running: list[_Task] = field(default_factory=list)
+    running: list[_FleetTask] = field(default_factory=list)
     starting: threading.Lock = field(default_factory=threading.Lock)
     preparing: threading.Lock = field(default_factory=threading.Lock)
     measuring: threading.Lock = field(default_factory=threading.Lock)
@@ -120,7 +120,7 @@ class Fleet:
         self._look = look
         self._measured = measured
         self._changed = threading.Condition()
-        self._queue: list[_Task] = []
+        self._queue: list[_FleetTask] = []
         self._closing = False
         self._failure: BaseException | None = None
         self._threads = [
@@ -168,7 +168,7 @@ class Fleet:
         limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
         """As `Engine.submit`."""
-        task = _Task(config, rivals, rounds, limit_us)
+        task = _FleetTask(config, rivals, rounds, limit_us)
         with self._changed:
             self._queue.append(task)
             self._settle()
@@ -205,7 +205,7 @@ class Fleet:
             else:
                 self._deliver(post, task, evaluation)
 
-    def _evaluate(self, post: _Post, life: int, task: _Task) -> Evaluation:
+    def _evaluate(self, post: _Post, life: int, task: _FleetTask) -> Evaluation:
         with _turn(post, post.preparing, life):
             task.prepared = prepared = post.host.prepare(task.config)
         if prepared.refused is not None:
@@ -225,7 +225,7 @@ class Fleet:
         ended = prepared.ended(contest.outcome, measure_s)
         return replace(ended, contest=contest, environment=post.environment)
 
-    def _deliver(self, post: _Post, task: _Task, evaluation: Evaluation) -> None:
+    def _deliver(self, post: _Post, task: _FleetTask, evaluation: Evaluation) -> None:
         """Set a task's result. The death of a host's child counts as the host's own death."""
         outcome = evaluation.outcome
         if isinstance(outcome, Crashed) and outcome.transient:
@@ -233,14 +233,14 @@ class Fleet:
             return
         self._finish(post, task).set_result(evaluation)
 
-    def _finish(self, post: _Post, task: _Task) -> Future[Evaluation]:
+    def _finish(self, post: _Post, task: _FleetTask) -> Future[Evaluation]:
         """Take a task off its host, and return the future for its result."""
         with self._changed:
             post.running.remove(task)
             self._changed.notify_all()
         return task.future
 
-    def _bury(self, post: _Post, task: _Task, death: str) -> None:
+    def _bury(self, post: _Post, task: _FleetTask, death: str) -> None:
         task.deaths.append(death)
         task.died_at = post
         if len(task.deaths) < DEATHS:
@@ -251,7 +251,7 @@ class Fleet:
         crashed = prepared.ended(Crashed(reason, transient=False))
         self._finish(post, task).set_result(replace(crashed, environment=post.environment))
 
-    def _put_back(self, post: _Post, task: _Task) -> None:
+    def _put_back(self, post: _Post, task: _FleetTask) -> None:
         with self._changed:
             post.running.remove(task)
             self._queue.insert(0, task)
@@ -323,7 +323,7 @@ class Fleet:
                 task.future.set_exception(self._failure)
             self._queue.clear()
 
-    def _take(self, post: _Post) -> _Task | None:
+    def _take(self, post: _Post) -> _FleetTask | None:
         """Wait for the next task of a host; None where no more will come."""
         with self._changed:
             while not self._closing and post.up is not False:
@@ -335,7 +335,7 @@ class Fleet:
                 self._changed.wait()
         return None
 
-    def _next(self, post: _Post) -> _Task | None:
+    def _next(self, post: _Post) -> _FleetTask | None:
         if any(running.deaths for running in post.running):
             return None  # a config that is retried is alone on its host
         elsewhere = any(other.up for other in self._posts if other is not post)

@@ -28,7 +28,7 @@ from flywheel.vm.gpu.devices import describe_gpu
 from flywheel.vm.gpu.nvml import attendant_of
 from flywheel.vm.gpu.nvrtc import compile_variant, nvrtc_version
 from flywheel.vm.gpu.sources import kernels_id
-from flywheel.vm.worker import Bench, Parcel, Work, enter_phase
+from flywheel.vm.worker import Bench, Parcel, WorkerProgram, enter_phase
 
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
@@ -100,7 +100,7 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
         _compile(program.target.sm_arch, threads, matrix_warps, rows, DTYPES[dtype], variant.formats, ranked)
 
 
-def wrap(program: MegakernelProgram) -> Work:
+def wrap(program: MegakernelProgram) -> WorkerProgram:
     """The program, packed before its turn. A program that cannot be packed stays as it is; the worker reports why."""
     from flywheel.vm.pack import pack_any
 

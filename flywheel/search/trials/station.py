@@ -21,7 +21,7 @@ from flywheel.process import keep_objects, no_collector, set_environment
 from flywheel.search.trials.evaluate import Measure, Prepared, prepare
 from flywheel.search.workload import Workload
 from flywheel.vm.client import Client, Limits
-from flywheel.vm.worker import MakeBench, Work
+from flywheel.vm.worker import MakeBench, WorkerProgram
 
 _KEPT: Final = 8
 """Programs that a station keeps: the last prepared ones, which may be measured yet, and the last rivals."""
@@ -51,7 +51,7 @@ class Measuring:
 
     make_bench: MakeBench
     compile_ahead: Callable[[MegakernelProgram], None] | None = None
-    wrap: Callable[[MegakernelProgram], Work] | None = None
+    wrap: Callable[[MegakernelProgram], WorkerProgram] | None = None
     limits: Limits = field(default_factory=Limits)
     compile_all: Callable[[Callable[[], bool]], None] | None = None
     attend: Attend | None = None
@@ -78,11 +78,11 @@ def _answered(prepared: Prepared, measure: Measure) -> Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _PreparedWork:
     """A prepared config, and the object that the child gets; None where there is no program."""
 
     prepared: Prepared
-    work: Work | None
+    work: WorkerProgram | None
 
 
 class Station:
@@ -92,8 +92,8 @@ class Station:
         set_environment(environ)
         self._setup = setup
         self._making: Final = Lock()
-        self._made: dict[str, _Made] = {}  # by config id, oldest first
-        self._rivals: tuple[tuple[str, ...], tuple[Work, ...]] = ((), ())
+        self._made: dict[str, _PreparedWork] = {}  # by config id, oldest first
+        self._rivals: tuple[tuple[str, ...], tuple[WorkerProgram, ...]] = ((), ())
         self._client: Client | None = None
         self._attendant: Attendant | None = None
         self._closing = Event()
@@ -164,7 +164,7 @@ class Station:
             case Measuring(attend=attend):
                 return self._attempt(made.work, rounds, attend)
 
-    def _attempt(self, work: Work, rounds: int, attend: Attend | None) -> tuple[Contest, float]:
+    def _attempt(self, work: WorkerProgram, rounds: int, attend: Attend | None) -> tuple[Contest, float]:
         client, rivals = self._client, self._rivals[1]
         assert client is not None
         start = perf_counter()
@@ -192,15 +192,15 @@ class Station:
         if self._compiling is not None and self._compiling.is_alive():
             self._compiling.join()
 
-    def _make(self, config: ScheduleConfig) -> _Made:
+    def _make(self, config: ScheduleConfig) -> _PreparedWork:
         with no_collector():
             prepared = prepare(config, self._setup.workload)
             program = prepared.program
             if prepared.refused is not None or program is None:
-                return _Made(prepared, program)
+                return _PreparedWork(prepared, program)
             match self._setup.means:
                 case Measuring(compile_ahead=compile_ahead, wrap=wrap):
                     if compile_ahead is not None:
                         compile_ahead(program)
-                    return _Made(prepared, program if wrap is None else wrap(program))
-            return _Made(prepared, program)
+                    return _PreparedWork(prepared, program if wrap is None else wrap(program))
+            return _PreparedWork(prepared, program)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 Params = Mapping[str, Any]
 
-Op = Callable[[Sequence[Tensor], Tensor, Params], None]
+Operator = Callable[[Sequence[Tensor], Tensor, Params], None]
 """`op(inputs, out, params)` writes all of `out`, rounded to its dtype. KV_APPEND writes only its rows.
 
 Operands and params follow the table of operations. Sums and products are computed in fp32 and rounded once.
 """
 
-Call = tuple[Op, tuple[Tensor, ...], Tensor, Params]
+Call = tuple[Operator, tuple[Tensor, ...], Tensor, Params]
 """An operation with its operands. Binding a program to memory turns a task into such calls."""
 
 

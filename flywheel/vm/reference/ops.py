@@ -15,7 +15,7 @@ from flywheel.ir import NO_TOKEN, DType, InstructionKind
 from flywheel.ir.access import tile, tile_rows
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference.attention import attention_combine, attention_tile, kv_append, rope
-from flywheel.vm.reference.operands import Op, Params, flat, rows_of, split, store
+from flywheel.vm.reference.operands import Operator, Params, flat, rows_of, split, store
 
 
 def dequant(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
@@ -148,7 +148,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 _K = InstructionKind
 
-OPS: Final[Mapping[InstructionKind, Op]] = MappingProxyType(
+OPS: Final[Mapping[InstructionKind, Operator]] = MappingProxyType(
     {
         _K.NOP: nop,
         _K.COPY: copy,
