@@ -26,6 +26,7 @@ from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.interop.amk import MARK, PriorTable, read_results
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.show import listed
 from flywheel.measure.standing import trials_of
 from flywheel.models.decoder import MAX_BATCH
 from flywheel.models.formats import weights_name
@@ -121,7 +122,7 @@ def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any
     except StoreError as error:
         raise UsageError(f"{path}: {error}") from None
     if table.ignored:
-        note(f"{path}: ignored columns, which are none of a trial's: {', '.join(map(repr, table.ignored))}")
+        note(f"{path}: ignored columns, which are none of a trial's: {listed(map(repr, table.ignored))}")
     kept = [each for each in table.records if all(getattr(each, column) == value for column, value in asked.items())]
     if not kept:
         what = ", ".join(f"{column} {value}" for column, value in asked.items())
@@ -147,7 +148,7 @@ def _foreign(text: str, corpus: str, path: str) -> PriorTable:
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None
     if table.ignored:
-        note(f"{path}: ignored columns, which describe no schedule: {', '.join(table.ignored)}")
+        note(f"{path}: ignored columns, which describe no schedule: {listed(table.ignored)}")
     if table.skipped:
         note(f"{path}: skipped rows, which have no schedule to try: {counts(table.skipped)}")
     if not table.configs:

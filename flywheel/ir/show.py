@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from html import escape
 
 MAX_SHOWN = 60
+MAX_NAMES = 8
 MAX_LINE = 1000
 
 
@@ -27,6 +28,13 @@ def show(value: object) -> str:
         if all(type(item) in (int, str, float, bool, type(None)) for item in items):
             return _cut("[" + ", ".join(map(show, items)) + "]")
     return f"a {kind.__name__}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of a stranger for a line: the first eight, each cut to 60 characters, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - MAX_NAMES:,} more" if len(every) > MAX_NAMES else ""
+    return ", ".join(map(_cut, every[:MAX_NAMES])) + more
 
 
 def escaped(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from flywheel.errors import IrFormatError, StoreError
 from flywheel.ir.config import ScheduleConfig, config_from_dict
 from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.show import listed
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import band_of, curtailed
 from flywheel.measure.record import COMPARED_WITH, JUDGED_WITH, MEASURED_WITH, TrialRecord
@@ -144,7 +145,7 @@ def config_from_document(document: object, where: str) -> tuple[Schedule | Sched
     except IrFormatError as error:
         raise IrFormatError(f"{where}: {error}") from None
     assert isinstance(document, dict)
-    unknown = ", ".join(sorted(document.keys() - CONFIG_FIELDS))
+    unknown = listed(sorted(document.keys() - CONFIG_FIELDS))
     return config, f"{where}: ignored fields that a ScheduleConfig does not have: {unknown}" if unknown else None
 
 

@@ -176,3 +176,14 @@ def test_a_config_that_no_kernels_run_is_rejected_by_every_command_that_predicts
     assert (simulated["valid"], simulated["prediction"], simulated["unpredicted"]) == (True, None, reason)
     inspected = json.loads(run("inspect", "program.json", "--json").stdout)
     assert (inspected["valid"], inspected["predicted_us"]) == (True, None)
+
+
+def test_of_many_long_fields_the_first_are_named_and_the_others_counted(run: Run) -> None:
+    config = {"pipelining_depth": 4} | {f"{number:02}{'x' * 5000}": 1 for number in range(30)}
+    result = run("evaluate", "-", *WORK, "--dtype", "bf16", "--context", 512, "--measure", "predict",
+                 stdin=json.dumps(config))  # fmt: skip
+    assert result.exit_code == 0
+    named = [f"{number:02}{'x' * 55}..." for number in range(8)]
+    assert result.stderr == (
+        f"flywheel: -: ignored fields that a ScheduleConfig does not have: {', '.join(named)} and 22 more\n"
+    )
