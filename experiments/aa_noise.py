@@ -27,9 +27,8 @@ from math import exp, log
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from flywheel.measure.contest import Contest, Rounds
 from flywheel.measure.dismissal import is_settled
-from flywheel.measure.outcome import Crashed
+from flywheel.measure.outcome import Contest, Crashed, Rounds
 from flywheel.search.finals import FINALISTS, ROUNDS, gains
 
 CAMPAIGNS = 200

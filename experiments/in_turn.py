@@ -45,8 +45,8 @@ from flywheel.report.traced import exchange_times
 from flywheel.search.workload import gpus_of, make_workload
 from flywheel.store.schedule import load_schedule
 from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.gpu.driver import open_gpus
 from flywheel.vm.gpu.nvrtc import compile_variant, nvrtc_version
-from flywheel.vm.gpu.peers import open_gpus
 from flywheel.vm.gpu.sources import SOURCES, source_digest
 from flywheel.vm.pack import AnyPacked, PackedRanks, pack_any
 

@@ -36,8 +36,8 @@ from flywheel.models.weights import bind
 from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.driver import Gpu, load_variant, open_gpu
 from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights
-from flywheel.vm.gpu.needed import put_weights
 from flywheel.vm.gpu.nvrtc import compile_variant
+from flywheel.vm.gpu.weights import put_weights
 from flywheel.vm.pack import pack
 
 ROOT = Path(__file__).parents[1]

@@ -26,8 +26,8 @@ from flywheel.models.decoder import DTYPES
 from flywheel.search.workload import gpus_of, make_workload
 from flywheel.store.schedule import load_schedule
 from flywheel.vm.abi import Stamp, Tie
+from flywheel.vm.gpu.driver import open_gpus
 from flywheel.vm.gpu.loader import LoadedProgram
-from flywheel.vm.gpu.peers import open_gpus
 from flywheel.vm.gpu.stamps import even_ns, stamps_ns
 from flywheel.vm.pack import pack_any
 

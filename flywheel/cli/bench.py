@@ -366,7 +366,7 @@ def _compete(
     from flywheel.decode.cuda import prepare_torch
     from flywheel.measure.comparison import comparison_document, single_of
     from flywheel.search.workload import with_ranks
-    from flywheel.vm.gpu.peers import open_gpus
+    from flywheel.vm.gpu.driver import open_gpus
     from flywheel.vm.gpu.probes import probe
 
     lowered, refused = _lower(chosen)

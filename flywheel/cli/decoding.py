@@ -64,7 +64,7 @@ def check_device(device: str, ranks: int | None = None) -> None:
     """Check that `cuda` has what a command needs. Raises NoGpuError where this machine has no GPU, lacks the packages
     to use one, or has no `ranks` GPUs that can share a program."""
     if device == "cuda":
-        from flywheel.vm.gpu.peers import open_gpus
+        from flywheel.vm.gpu.driver import open_gpus
 
         open_gpus(ranks or 1)
 

@@ -22,10 +22,9 @@ from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
 from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import LoadedProgram
-from flywheel.vm.gpu.needed import needed_weights, put_weights
 from flywheel.vm.gpu.nvrtc import compile_variant
 from flywheel.vm.gpu.sources import SOURCES
-from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.gpu.weights import ResidentWeights, needed_weights, put_weights
 from flywheel.vm.pack import PackedProgram
 
 _ALIGNMENT: Final = 16

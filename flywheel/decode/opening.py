@@ -31,7 +31,7 @@ def open_session(
         return ReferenceSession(program, source.spec, weights, order=order, seed=seed, granules=HostGranules()), weights
     from flywheel.decode.cuda import CudaModel, prepare_torch
     from flywheel.decode.on_gpu import weights_for
-    from flywheel.vm.gpu.peers import open_gpus
+    from flywheel.vm.gpu.driver import open_gpus
 
     prepare_torch()
 

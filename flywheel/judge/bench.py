@@ -15,17 +15,16 @@ from flywheel.decode.on_gpu import weights_for
 from flywheel.decode.source import Source
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.judge.verdicts import Examined, Judge, default_positions, judge_repeated
-from flywheel.measure.contest import Contest
 from flywheel.measure.dismissal import is_settled
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.measure.outcome import Implausible, Incorrect, Measured, TrialOutcome
+from flywheel.measure.outcome import Contest, Implausible, Incorrect, Measured, TrialOutcome
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.models.quantise import kept_bytes
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.gpu.peers import open_gpus
+from flywheel.vm.gpu.driver import open_gpus
 from flywheel.vm.gpu.timing import summarise
 from flywheel.vm.pack import AnyPacked, pack_any
 from flywheel.vm.worker import enter_phase

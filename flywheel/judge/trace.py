@@ -21,7 +21,7 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.quantise import formats_of_program
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.gpu.peers import open_gpus
+from flywheel.vm.gpu.driver import open_gpus
 from flywheel.vm.gpu.trace import LaunchTrace
 
 _SAMPLES: Final = 30

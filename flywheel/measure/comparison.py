@@ -8,10 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from flywheel.ir.program import MegakernelProgram
-from flywheel.measure.contest import Rounds
 from flywheel.measure.floor import cache_bytes_read, floor_fraction, floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.measure.outcome import Implausible, Incorrect, Measured, NoMemory, Rejected, outcome_name
+from flywheel.measure.outcome import Implausible, Incorrect, Measured, NoMemory, Rejected, Rounds, outcome_name
 from flywheel.measure.verdict import Verdict, as_document
 
 CompetingOutcome = Measured | Rejected | Incorrect | Implausible | NoMemory

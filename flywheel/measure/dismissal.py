@@ -9,7 +9,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.measure.contest import Rounds
+from flywheel.measure.outcome import Rounds
 
 HOPELESS: Final = 3.0
 """Sampling ends if a program's first sample takes this many times its rival's."""

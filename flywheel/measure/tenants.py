@@ -8,9 +8,8 @@ from statistics import median
 from threading import Event, Thread
 from typing import Final
 
-from flywheel.measure.contest import Contest
 from flywheel.measure.latency import GpuState
-from flywheel.measure.outcome import Measured, TrialOutcome
+from flywheel.measure.outcome import Contest, Measured, TrialOutcome
 
 PAUSE_LIMIT_S: Final = 300.0
 """Wall seconds that a process waits in all for a GPU to become quiet. After that it measures beside others."""

@@ -28,8 +28,7 @@ from flywheel.runtime.manifest import WEIGHT_KINDS
 from flywheel.runtime.reading import Bundle
 from flywheel.vm.elements import bf16_bits, stored_type, values
 from flywheel.vm.gpu.driver import Gpu, Memory
-from flywheel.vm.gpu.needed import put_weights
-from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.gpu.weights import ResidentWeights, put_weights
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"

@@ -13,9 +13,8 @@ from typing import Final
 from flywheel.cost_model import STOCK, Predictor
 from flywheel.interop.t4 import configurations
 from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import capture_environment
-from flywheel.measure.outcome import Measured, TrialOutcome
+from flywheel.measure.outcome import Contest, Measured, TrialOutcome
 from flywheel.measure.record import TrialRecord
 from flywheel.search.knobs import Value, check_kernels
 from flywheel.search.knowledge.known import best_of_work

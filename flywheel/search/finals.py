@@ -12,9 +12,8 @@ from typing import Final
 
 from flywheel.errors import TrialExistsError
 from flywheel.ir import config_from_dict
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
-from flywheel.measure.outcome import Measured
+from flywheel.measure.outcome import Contest, Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, standing
 from flywheel.search.noise import Gain, gain

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from flywheel.measure.contest import Rounds
+from flywheel.measure.outcome import Rounds
 
 CONFIDENCE: Final = 0.99
 """The nominal confidence of an interval. A bootstrap of few rounds is less sure: if rounds differ much, the interval

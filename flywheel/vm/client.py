@@ -14,8 +14,7 @@ from typing import Final, Self
 
 from flywheel.children import end_process, start_child
 from flywheel.errors import WorkerDiedError
-from flywheel.measure.contest import Contest
-from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
+from flywheel.measure.outcome import Contest, Crashed, TimedOut, TrialOutcome
 from flywheel.vm.watching import PATIENCE, Patience, Watch, watched
 from flywheel.vm.worker import MakeBench, Question, Ready, Unable, WorkerPhase, WorkerProgram, WorkerReply, serve
 

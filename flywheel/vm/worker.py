@@ -23,8 +23,7 @@ from flywheel.errors import (
     WeightsError,
 )
 from flywheel.ir import MegakernelProgram
-from flywheel.measure.contest import Contest
-from flywheel.measure.outcome import Crashed, NoMemory, Rejected, TimedOut, TrialOutcome
+from flywheel.measure.outcome import Contest, Crashed, NoMemory, Rejected, TimedOut, TrialOutcome
 from flywheel.process import enter_child, keep_objects
 
 if TYPE_CHECKING:

@@ -344,7 +344,7 @@ def test_programs_of_two_gpus_have_rivals_over_nccl(
     run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = card(58)
-    monkeypatch.setattr("flywheel.vm.gpu.peers.open_gpus", lambda count: (gpu,) * count)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpus", lambda count: (gpu,) * count)
     monkeypatch.setattr(
         "flywheel.rivals.ranked_contests.RankedContests", lambda gpus, *given: FakeContests(gpus[0], *given)
     )

@@ -12,10 +12,9 @@ from click.testing import Result
 
 from flywheel.cost_model import Predictor, predict
 from flywheel.ir import MegakernelProgram, ScheduleConfig
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.measure.outcome import Measured
+from flywheel.measure.outcome import Contest, Measured
 from flywheel.measure.verdict import judge
 from flywheel.search.trials.evaluate import Prepared
 from flywheel.search.trials.fleet import Fleet

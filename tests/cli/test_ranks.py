@@ -64,7 +64,7 @@ def test_gpus_that_cannot_share_a_program_are_code_4_before_anything_is_loaded(
         raise NoGpuError(NO_LINK)
 
     monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: 0)
-    monkeypatch.setattr("flywheel.vm.gpu.peers.open_gpus", open_gpus)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpus", open_gpus)
     more = {"generate": ("--prompt-ids", 3, "--device", "cuda"), "verify": ("--device", "cuda"), "trace": ()}[command]
     result = run(command, "--config", config, "--model", "nothing", "--ranks", 2, *more)
     assert result.exit_code == 4

@@ -16,7 +16,7 @@ from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.vm.gpu import peers
+from flywheel.vm.gpu import driver
 
 SPEC = DecoderSpec("small", "llama", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64)
 
@@ -28,7 +28,7 @@ def test_weights_and_caches_that_torch_has_no_memory_for_are_refused_in_one_line
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.\nMore.")
 
     monkeypatch.setattr(cuda, "prepare_torch", lambda: None)
-    monkeypatch.setattr(peers, "open_gpus", lambda ranks: (SimpleNamespace(total_bytes=2**36),) * ranks)
+    monkeypatch.setattr(driver, "open_gpus", lambda ranks: (SimpleNamespace(total_bytes=2**36),) * ranks)
     monkeypatch.setattr(Source, "weights", full)
     program = lower(decode_step(SPEC, 40, DType.F32, 3), ScheduleConfig(), TARGETS["h100"])
     with ExitStack() as undo, pytest.raises(GpuMemoryError) as caught:

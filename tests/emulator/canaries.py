@@ -17,8 +17,7 @@ from flywheel.plan.kernels import arch_name
 from flywheel.vm.elements import stored_type, values
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram
-from flywheel.vm.gpu.needed import needed_weights
-from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.gpu.weights import ResidentWeights, needed_weights
 from flywheel.vm.pack import PackedProgram
 
 GAP: Final = 256

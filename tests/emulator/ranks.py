@@ -19,8 +19,8 @@ from flywheel.models.weights import bind
 from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights
-from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.ranked import RankedProgram
+from flywheel.vm.gpu.weights import needed_weights
 from flywheel.vm.pack import PackedProgram, pack_ranks
 
 

@@ -23,8 +23,7 @@ from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import LoadedProgram
-from flywheel.vm.gpu.needed import put_weights
-from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.gpu.weights import ResidentWeights, put_weights
 from flywheel.vm.pack import pack
 
 

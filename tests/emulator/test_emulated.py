@@ -28,9 +28,8 @@ from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Fault, InstructionFlag, SegmentFlag, StepFlag
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram
-from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.sources import SOURCES
-from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.gpu.weights import ResidentWeights, needed_weights
 from flywheel.vm.pack import pack
 from flywheel.vm.reference import ReferenceVM
 

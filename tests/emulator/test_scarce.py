@@ -30,8 +30,7 @@ from flywheel.runtime.writing import write_folder
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu import link_probes, probes
 from flywheel.vm.gpu.flush import Flush
-from flywheel.vm.gpu.needed import put_weights
-from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.gpu.weights import ResidentWeights, put_weights
 from flywheel.vm.pack import pack
 
 FORMATS = parse_formats("int4-zeros,lm_head=int8", "bf16")

@@ -139,8 +139,8 @@ def run(gpu: Any, device: str, emulated: int) -> Run:
     from flywheel.plan.kernels import arch_name
     from flywheel.vm.gpu.driver import load_variant
     from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights
-    from flywheel.vm.gpu.needed import put_weights
     from flywheel.vm.gpu.nvrtc import compile_variant
+    from flywheel.vm.gpu.weights import put_weights
     from flywheel.vm.pack import pack
 
     compiled_by = build_variant if emulated else compile_variant

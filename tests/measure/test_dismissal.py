@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.measure.contest import Rounds
 from flywheel.measure.dismissal import HOPELESS, SETTLED, STAGES, is_dismissed, is_settled
+from flywheel.measure.outcome import Rounds
 
 RECORDED = Path(__file__).parents[2] / "results" / "gpu"
 COMPARISONS = (

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from flywheel.measure.contest import Contest
 from flywheel.measure.latency import GpuState, MeasuredLatency
-from flywheel.measure.outcome import Crashed, Measured
+from flywheel.measure.outcome import Contest, Crashed, Measured
 from flywheel.measure.tenants import (
     PAUSE_LIMIT_S,
     Attendant,

@@ -9,8 +9,7 @@ import pytest
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import NoGpuError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
-from flywheel.measure.contest import Contest
-from flywheel.measure.outcome import Crashed, Measured, Predicted, Rejected
+from flywheel.measure.outcome import Contest, Crashed, Measured, Predicted, Rejected
 from flywheel.search.appraise import ROUNDS, appraise, changes, in_turn
 from flywheel.search.knowledge.importing import import_trials
 from flywheel.search.trials.engine import InlineEngine

@@ -14,8 +14,7 @@ from rows import timed
 
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig
-from flywheel.measure.contest import Contest
-from flywheel.measure.outcome import Crashed, Implausible, TrialOutcome
+from flywheel.measure.outcome import Contest, Crashed, Implausible, TrialOutcome
 from flywheel.measure.standing import standing, tied_with
 from flywheel.measure.tenants import beside
 from flywheel.search.finals import FINALISTS, ROUNDS, finalists

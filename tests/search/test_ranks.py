@@ -160,7 +160,7 @@ def test_a_machine_with_fewer_gpus_measures_no_programs_of_several(measure: str,
 
 
 def test_a_bench_of_two_ranks_takes_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.vm.gpu.peers.count_gpus", lambda: 1)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.count_gpus", lambda: 1)
     with pytest.raises(NoGpuError, match=r"^2 ranks need 2 GPUs: 1 is here$"):
         measuring.make_bench("smollm2-135m", "bf16", 64, ranks=2)
 

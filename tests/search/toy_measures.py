@@ -15,10 +15,9 @@ from pathlib import Path
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import NoGpuError
 from flywheel.ir import MegakernelProgram
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.latency import MeasuredLatency, PredictedLatency
-from flywheel.measure.outcome import Crashed, Measured, Predicted, TrialOutcome
+from flywheel.measure.outcome import Contest, Crashed, Measured, Predicted, TrialOutcome
 from flywheel.measure.tenants import Attendant, GpuPresence, Tenant
 from flywheel.measure.verdict import judge
 from flywheel.plan import variant_of

@@ -19,8 +19,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from flywheel.errors import ClusterGoneError, FlywheelError, UsageError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
+from flywheel.measure.outcome import Contest
 from flywheel.process import abandon_threads
 from flywheel.search.trials.evaluate import Prepared
 from flywheel.search.trials.processes import CALL_S, MEASURE_S, START_S

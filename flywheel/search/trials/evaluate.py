@@ -9,11 +9,10 @@ from time import perf_counter
 from flywheel.errors import ConfigError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, validate
 from flywheel.lowering.lower import lower
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import PredictedLatency
-from flywheel.measure.outcome import Rejected, TrialOutcome
+from flywheel.measure.outcome import Contest, Rejected, TrialOutcome
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
 from flywheel.search.workload import Workload

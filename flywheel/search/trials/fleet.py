@@ -17,9 +17,8 @@ from typing import Final, Protocol, Self
 
 from flywheel.errors import FlywheelError, StoreError, UsageError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
-from flywheel.measure.outcome import Crashed, Predicted
+from flywheel.measure.outcome import Contest, Crashed, Predicted
 from flywheel.measure.record import TrialRecord
 from flywheel.search.trials.evaluate import Evaluation, Prepared
 

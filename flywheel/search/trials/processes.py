@@ -16,8 +16,8 @@ from typing import Any, Final
 from flywheel.children import end_process
 from flywheel.errors import FlywheelError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
+from flywheel.measure.outcome import Contest
 from flywheel.process import prompt_threads
 from flywheel.search.trials.evaluate import Prepared
 from flywheel.search.trials.forks import fork

@@ -14,8 +14,8 @@ from typing import Final
 
 from flywheel.cost_model import Predictor
 from flywheel.ir import MegakernelProgram, ScheduleConfig
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment, capture_environment
+from flywheel.measure.outcome import Contest
 from flywheel.measure.tenants import Attendant
 from flywheel.process import keep_objects, no_collector, set_environment
 from flywheel.search.trials.evaluate import Measure, Prepared, prepare

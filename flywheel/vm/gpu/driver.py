@@ -1,5 +1,5 @@
-"""One GPU of this machine, through cuda.core: its memory, pinned words of the host, launches on one
-stream, and the check before a launch.
+"""A GPU of this machine, through cuda.core: its memory, pinned words of the host, launches on one stream, and the check
+before a launch; and several GPUs whose kernels may access each other's memory.
 
 Torch may use the same GPU in the same process, since both use its primary context. Call `torch.cuda.synchronize()`
 before a launch here reads what torch wrote.
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from types import ModuleType
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from flywheel.ir import GpuTarget
 from flywheel.measure.tenants import held_by
 from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu.contexts import ContextDriver
-from flywheel.vm.gpu.devices import no_package
+from flywheel.vm.gpu.devices import count_gpus, no_package
 from flywheel.vm.gpu.granules import DriverGranules, Granules
 from flywheel.vm.gpu.nvml import read_presence
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant
@@ -411,3 +412,37 @@ def _check_range(what: str, memory: Memory, offset: int, nbytes: int) -> None:
 
 def _line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def open_gpus(count: int) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA numbers from 0 to `count` - 1. The first one becomes current in this thread.
+
+    Raises NoGpuError where there are fewer, where they are of different kinds, and where one cannot access another's
+    memory; the message names the pair.
+    """
+    if count == 1:
+        return (open_gpu(),)
+    there = count_gpus()
+    if there < count:
+        raise NoGpuError(f"{count} ranks need {count} GPUs: {there or 'none'} {'is' if there == 1 else 'are'} here")
+    gpus = tuple([open_gpu(index) for index in range(count)])
+    check_alike(gpus)
+    for one, other in permutations(gpus, 2):
+        if not one.reaches(other):
+            raise NoGpuError(
+                f"GPU {one.index} ({one.pci_bus_id}) has no access to the memory of GPU {other.index} "
+                f"({other.pci_bus_id}): {count} ranks need links or PCIe peer access between all pairs"
+            )
+    for one, other in permutations(gpus, 2):
+        one.join(other)
+    gpus[0].make_current()
+    return gpus
+
+
+def check_alike(gpus: Sequence[Gpu]) -> None:
+    """Raise NoGpuError where a GPU is of another kind than the first: each rank's part is made for the same kind."""
+    kinds = [(gpu.name, gpu.num_sms, gpu.smem_optin_bytes) for gpu in gpus]
+    for gpu, kind in zip(gpus, kinds, strict=True):
+        if kind != kinds[0]:
+            first, other = (f"{name} with {sms} SMs" for name, sms, _ in (kinds[0], kind))
+            raise NoGpuError(f"GPU {gpu.index} is {other}, GPU {gpus[0].index} {first}: ranks need GPUs of one kind")

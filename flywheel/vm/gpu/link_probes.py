@@ -15,9 +15,8 @@ from flywheel.errors import NoGpuError
 from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu import driver
 from flywheel.vm.gpu.devices import count_gpus
-from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu, check_alike
 from flywheel.vm.gpu.nvrtc import CompiledUnit, compile_unit
-from flywheel.vm.gpu.peers import check_alike
 
 _WARP: Final = 32
 _SLOT_BYTES: Final = 16 * _WARP

@@ -18,9 +18,8 @@ from flywheel.plan.step import ABSENT
 from flywheel.vm.abi import COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, Tie, numpy_struct
 from flywheel.vm.elements import stored, stored_type, values
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory, check_fit
-from flywheel.vm.gpu.needed import WEIGHT_KINDS, weight_key
 from flywheel.vm.gpu.stamps import stamps_ns
-from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.gpu.weights import WEIGHT_KINDS, ResidentWeights, weight_key
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, ranks_table
 from flywheel.vm.pack.ranks import WORDS_BYTES
 

@@ -1,9 +1,10 @@
-"""Weights on the GPU, in the layouts that kernels read. Each is stored once, however many programs share it."""
+"""Weights on the GPU, in the layouts that kernels read. Each is stored once, however many programs share it.
+And which of them a packed program needs, and how they get there."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -12,15 +13,16 @@ from typing import Any, Final, Self
 import numpy.typing as npt
 
 from flywheel.errors import WeightsError
-from flywheel.ir import Buffer, DType
+from flywheel.ir import Buffer, BufferKind, DType
 from flywheel.plan.formats import coded_bytes
 from flywheel.plan.kernels import arch_name
 from flywheel.plan.staging import FRAGMENT_ROWS
-from flywheel.plan.step import MatrixCoding
+from flywheel.plan.step import ABSENT, MatrixCoding
 from flywheel.vm.abi import Layout
 from flywheel.vm.elements import stored
 from flywheel.vm.gpu.driver import Gpu, Memory
 from flywheel.vm.gpu.nvrtc import CompiledVariant, compile_variant
+from flywheel.vm.pack import PackedProgram
 
 FRAGMENT_ELEMENTS: Final = FRAGMENT_ROWS * FRAGMENT_ROWS
 
@@ -168,3 +170,48 @@ class ResidentWeights:
             undo.pop_all()
         self._owned.append(memory)
         self._addresses[name, layout] = memory.address
+
+
+WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+
+
+def needed_weights(packed: PackedProgram) -> Iterator[tuple[str, Buffer, Layout]]:
+    """(name, buffer, layout) of each weight that a LoadedProgram looks up in its ResidentWeights."""
+    for row, buffer in enumerate(packed.program.buffers):
+        name, layout = weight_key(packed, row)
+        if buffer.kind in WEIGHT_KINDS and layout is not Layout.IN_UNITS:
+            yield name, buffer, layout
+
+
+def put_weights(
+    packed: PackedProgram, weights: ResidentWeights, find: Callable[[Buffer], int | npt.NDArray[Any]]
+) -> None:
+    """Put each weight that a LoadedProgram looks up into `weights`, unless it is there already.
+
+    `find` returns a buffer's elements, row-major, in a form that `ResidentWeights.put` takes; it is asked only for
+    what is not there. Raises as `put` does.
+    """
+    buffers = packed.program.buffers
+    scaled = {coded.scales: row for row, coded in packed.coded.items()}
+    for row, buffer in enumerate(buffers):
+        if buffer.kind not in WEIGHT_KINDS:
+            continue
+        name, layout = weight_key(packed, row)
+        if layout is Layout.IN_UNITS or weights.holds(name, layout):
+            continue
+        if layout is Layout.UNITS:
+            coded = packed.coded[row]
+            rows = [each for each in (row, coded.scales, coded.zeros) if each != ABSENT]
+            weights.put_units(name, coded, [(find(buffers[each]), buffers[each]) for each in rows])
+        elif layout is Layout.ROW_SCALES:
+            matrix = scaled[row]
+            count = prod(buffers[matrix].shape[:-1])
+            weights.put_row_scales(name, find(buffer), buffer, count, packed.coded[matrix].rows_per_scale)
+        else:
+            weights.put(name, find(buffer), tuple(buffer.shape), buffer.dtype, layout)
+
+
+def weight_key(packed: PackedProgram, row: int) -> tuple[str, Layout]:
+    """The name and layout of a weight in ResidentWeights, by the row of its buffer."""
+    buffer = packed.program.buffers[row]
+    return buffer.source or buffer.name, Layout(int(packed.buffers["layout"][row]))

@@ -13,10 +13,9 @@ import pytest
 from flywheel.cost_model import MODEL_VERSION, STOCK, Predictor
 from flywheel.errors import UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
-from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.latency import PredictedLatency
-from flywheel.measure.outcome import Crashed, Measured, Predicted
+from flywheel.measure.outcome import Contest, Crashed, Measured, Predicted
 from flywheel.measure.record import JUDGED_WITH, MEASURED_WITH, TrialRecord
 from flywheel.search.campaign import CampaignResult, CampaignRun
 from flywheel.search.opening import open_campaign

@@ -8,9 +8,8 @@ import pytest
 
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
-from flywheel.measure.contest import Contest
 from flywheel.measure.floor import floor_us, weight_bytes_read
-from flywheel.measure.outcome import Predicted, Rejected, TrialOutcome
+from flywheel.measure.outcome import Contest, Predicted, Rejected, TrialOutcome
 from flywheel.plan import program_id
 from flywheel.search.trials import evaluate as module
 from flywheel.search.trials.evaluate import evaluate

@@ -25,10 +25,9 @@ from flywheel.vm.abi import Fault, Layout, numpy_struct
 from flywheel.vm.gpu import weights as weights_module
 from flywheel.vm.gpu.driver import Gpu, Memory, load_variant
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
-from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.nvrtc import EntryUsage, compile_variant
 from flywheel.vm.gpu.timing import time_launches
-from flywheel.vm.gpu.weights import ResidentWeights, fragments_bytes
+from flywheel.vm.gpu.weights import ResidentWeights, fragments_bytes, needed_weights
 from flywheel.vm.pack import PackedProgram, pack
 
 SPEC = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 128)

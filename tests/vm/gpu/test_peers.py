@@ -11,10 +11,9 @@ import pytest
 from flywheel.cli.exits import NO_GPU, exit_code
 from flywheel.errors import GpuFaultError, GpuMemoryError, NoGpuError
 from flywheel.plan.kernels import arch_name
-from flywheel.vm.gpu import driver, peers
-from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu import driver
+from flywheel.vm.gpu.driver import Gpu, open_gpus
 from flywheel.vm.gpu.nvrtc import CompiledUnit, EntryUsage
-from flywheel.vm.gpu.peers import open_gpus
 
 OK = SimpleNamespace(name="CUDA_SUCCESS")
 ENABLED = SimpleNamespace(name="CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED")
@@ -144,7 +143,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
             return made[index]
 
         monkeypatch.setattr(driver, "open_gpu", open_gpu)
-        monkeypatch.setattr(peers, "count_gpus", lambda: len(names))
+        monkeypatch.setattr(driver, "count_gpus", lambda: len(names))
         return machine, open_gpus
 
     return make

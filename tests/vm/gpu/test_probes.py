@@ -7,10 +7,9 @@ import pytest
 from flywheel.errors import NoGpuError
 from flywheel.measure.device import Device, target_of
 from flywheel.plan.kernels import ARCHITECTURES
-from flywheel.vm.gpu.driver import open_gpu
+from flywheel.vm.gpu.driver import open_gpu, open_gpus
 from flywheel.vm.gpu.link_probes import probe_link
 from flywheel.vm.gpu.nvrtc import compile_unit
-from flywheel.vm.gpu.peers import open_gpus
 from flywheel.vm.gpu.probes import probe
 
 
