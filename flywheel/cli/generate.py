@@ -125,7 +125,7 @@ def _check(
 ) -> None:
     """Raises UsageError for options that do not go together."""
     if (prompt is None) == (prompt_ids is None):
-        raise UsageError("generate: give --prompt or --prompt-ids, and not both")
+        raise UsageError(f"generate: {'no prompt' if prompt is None else 'two prompts'}; give --prompt or --prompt-ids")
     if chat and prompt is None:
         raise UsageError("generate: --chat needs --prompt")
     if verify and not sampling.is_argmax:

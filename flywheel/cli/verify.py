@@ -95,7 +95,8 @@ def verify(
     if device == "cuda" and order != "list":
         raise UsageError(f"verify: --order {order} needs --device reference; a GPU fires tasks in its own order")
     if (program_file is None) == (config_file is None):
-        raise UsageError("verify: give FILE or --config, and not both")
+        fault = "no program" if program_file is None else f"two programs, {program_file} and --config {config_file}"
+        raise UsageError(f"verify: {fault}; give FILE or --config")
     if program_file is not None:
         program = load_program(program_file)
         _refuse_lowering_options(ctx)

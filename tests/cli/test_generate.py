@@ -142,8 +142,8 @@ def test_a_name_runs_on_random_weights_and_says_so(run: Run, checkpoint: Path) -
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((), "give --prompt or --prompt-ids"),
-        (("--prompt", "a", "--prompt-ids", "1"), "give --prompt or --prompt-ids"),
+        ((), "generate: no prompt; give --prompt or --prompt-ids"),
+        (("--prompt", "a", "--prompt-ids", "1"), "generate: two prompts; give --prompt or --prompt-ids"),
         (("--prompt", ""), "no tokens"),
         (("--prompt-ids", "1,x"), "list of integers"),
         (("--prompt-ids", "1,260"), "token 260"),

@@ -167,6 +167,7 @@ def test_another_models_program_is_refused(run: Run, program: Path, checkpoint: 
         (("--positions", "a"), "list of integers"),
         (("--gpu", "l4"), "--gpu goes with --config"),
         (("--context", "64"), "--context goes with --config"),
+        (("--config", "x.json"), "two programs, "),
         (("--config", "x.json"), "give FILE or --config"),
     ],
 )
@@ -188,7 +189,7 @@ def test_variables_for_all_commands_do_not_contradict_a_program(
 
 def test_a_program_or_a_config_and_a_model_are_needed(run: Run, lowered: Path, config: Path) -> None:
     for arguments, why in (
-        ((), "give FILE or --config"),
+        ((), "verify: no program; give FILE or --config"),
         ((lowered,), "--model"),
         (("--config", config), "--model"),
     ):
