@@ -20,8 +20,8 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table
 from flywheel.cost_model import MODEL_VERSION
-from flywheel.cost_model.calibrate import FREE
 from flywheel.cost_model.calibration import constants
+from flywheel.cost_model.machine import FREE
 from flywheel.search.provenance import find_campaign
 
 if TYPE_CHECKING:

@@ -150,7 +150,7 @@ class Mirror:
             if files:
                 written += self._write_files(client, run, campaign, records, views)
             report = f"{_page(experiment, run.info.run_id)}/artifacts/{REPORT}?{_WORKFLOW}"
-            note = f"{_describe(campaign, records, gained)} [The report]({report})."
+            note = f"[The report]({report}). {_describe(campaign, records, gained)}"  # first: MLflow folds long texts
             written += _write_tags(client, run, {_TRIALS: str(len(trials_of(records))), _NOTE: note})
             written += _write_view(client, experiment)
             return written + _write_status(client, run, campaign, records, live)

@@ -30,6 +30,7 @@ _UNIX: Final = re.compile(r"[^\r\n]*\n")
 _ALONE: Final = re.compile(r"\r(?!\n)")
 _RETURN: Final = "\udc0d"
 """Stands for a carriage return that ends no line: no UTF-8 text has this character."""
+_MAX_CELL: Final = 131_072
 _INDEX: Final = re.compile(r"|Unnamed: \d+")
 """The name of the column in which pandas writes row numbers: none, or what it makes of none."""
 
@@ -137,6 +138,9 @@ def _rows(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
     line = 1
     try:
         for cells in reader:
+            longest = max(map(len, cells), default=0)
+            if longest > _MAX_CELL:  # whoever changes csv's own limit changes it for the whole process
+                raise StoreError(f"table line {line}: a cell has {longest:,} characters, more than {_MAX_CELL:,}")
             if any(cells):
                 yield line, [cell.replace(_RETURN, "\r") for cell in cells]
             line = reader.line_num + 1

@@ -9,8 +9,9 @@ import pytest
 from effort import examples
 
 from flywheel.cost_model import Machine
-from flywheel.cost_model.calibrate import FREE, Sample, Score, price_here, score
+from flywheel.cost_model.calibrate import Sample, Score, price_here, score
 from flywheel.cost_model.calibrate import fit as fit_priced
+from flywheel.cost_model.machine import FREE
 
 FITTED, HELD_BACK = slice(0, examples(30, 15)), slice(30, 60)
 FEW = slice(0, examples(12, 8))

@@ -101,7 +101,7 @@ def test_a_cluster_that_is_gone_ends_its_search_with_code_1_and_its_rows(
         search.kill()
     assert code == 1, err.read_text()
     # The last one where a loaded machine starts an actor slowly.
-    progress = ("trials ", "Latencies ", "smollm2", "flywheel: actor 0 waits for room")
+    progress = ("Known: ", "trials ", "Latencies ", "smollm2", "flywheel: actor 0 waits for room")
     assert [line for line in err.read_text().splitlines() if not line.startswith(progress)] == [
         f"flywheel: ray: the cluster at {head.address} is gone: {fact}; rows are kept, and when it is back, the same "
         "command goes on"
