@@ -93,7 +93,7 @@ def read_enum(kind: type[_E], value: object, where: str, field: str) -> _E:
     """The member of `kind` that a string names."""
     member = kind.__members__.get(value) if isinstance(value, str) else None
     if member is None:
-        raise _wrong(value, f"a {kind.__name__} name", where, field)
+        raise _wrong(value, f"the name of a member of {kind.__name__}", where, field)
     return member
 
 

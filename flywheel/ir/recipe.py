@@ -118,8 +118,12 @@ def _step(data: object, where: str) -> RecipeStep:
         out=_target(read_field(item, "out", where), f"{where}.out"),
         shape=read_ints(read_field(item, "out_shape", where), where, "out_shape"),
         dtype=read_enum(DType, read_field(item, "out_dtype", where), where, "out_dtype"),
-        params={name: read_number(value, f"{where}.params", show(name)) for name, value in params.items()},
+        params={name: read_number(value, f"{where}.params", _shown(name)) for name, value in params.items()},
     )
+
+
+def _shown(name: str) -> str:
+    return name if name.isidentifier() else show(name)
 
 
 def _arg(data: object, where: str) -> Arg:

@@ -140,15 +140,14 @@ def _counter(data: Mapping[str, Any], where: str) -> Counter:
 
 def _task(data: Mapping[str, Any], where: str) -> Task:
     sm = data.get("sm")
-    op = read_enum(InstructionKind, read_field(data, "op", where), where, "op")
     return Task(
         id=read_int(read_field(data, "id", where), where, "id"),
-        op=op,
+        op=read_enum(InstructionKind, read_field(data, "op", where), where, "op"),
         inputs=read_ints(read_field(data, "inputs", where), where, "inputs"),
         outputs=read_ints(read_field(data, "outputs", where), where, "outputs"),
         out_counter=read_int(read_field(data, "out_counter", where), where, "out_counter"),
         waits=tuple(_wait(wait, where) for wait in read_list(data.get("waits", []), where, "waits")),
-        params=_params(op, read_dict(data.get("params", {}), where, "params"), where),
+        params=_params(read_dict(data.get("params", {}), where, "params"), where),
         sm=None if sm is None else read_int(sm, where, "sm"),
         est_bytes=read_estimate(data.get("est_bytes", 0), where, "est_bytes"),
         est_flops=read_estimate(data.get("est_flops", 0), where, "est_flops"),
@@ -157,8 +156,9 @@ def _task(data: Mapping[str, Any], where: str) -> Task:
     )
 
 
-def _params(op: InstructionKind, params: dict[str, Any], where: str) -> dict[str, Any]:
-    if op is not InstructionKind.FUSED or "recipe" not in params:
+def _params(params: dict[str, Any], where: str) -> dict[str, Any]:
+    """A recipe is read as one whatever the opcode, since equal recipes are told by their object."""
+    if "recipe" not in params:
         return params
     return {**params, "recipe": recipe_from_dict(params["recipe"], f"{where}.params.recipe")}
 

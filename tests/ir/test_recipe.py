@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from flywheel.errors import IrFormatError
-from flywheel.ir import MegakernelProgram, program_from_dict, program_to_json
+from flywheel.ir import MegakernelProgram, program_from_dict, program_to_json, validate
 from flywheel.ir.recipe import recipe_digest, recipe_from_dict, recipe_of, recipe_to_dict
+from flywheel.ir.work import works_of
+from flywheel.plan import program_id
 
 MISSING = object()
 
@@ -53,6 +55,18 @@ def test_a_malformed_recipe_is_one_line_that_names_the_place(
     assert len(message.splitlines()) == 1
     assert message.startswith(f"tasks[8].params.recipe{place}") or path == ["steps"], message
     assert all(str(part) in message for part in path[2:3]), message
+
+
+def test_a_recipe_of_a_task_that_takes_none_is_read_and_warned_of(tiny: MegakernelProgram) -> None:
+    data = json.loads(program_to_json(tiny))
+    data["tasks"][1]["params"]["recipe"] = data["tasks"][8]["params"]["recipe"]
+    program = program_from_dict(data)
+    assert {finding.code for finding in validate(program).warnings} == {"unknown-param"}
+    assert len(program_id(program)) == 16
+    assert len(works_of(program)) == len(program.tasks)
+    data["tasks"][1]["params"]["recipe"] = {"steps": 1}
+    with pytest.raises(IrFormatError, match=r"tasks\[1\].params.recipe.steps: expected a list"):
+        program_from_dict(data)
 
 
 def test_unknown_fields_of_a_step_are_dropped(tiny: MegakernelProgram) -> None:

@@ -34,7 +34,7 @@ def read(fields: Fields) -> dict[str, Any]:
             raise fields.refusal("no_rope_layer_interval", f"an integer from 1 to {MAX_LAYERS}")
         return {"nope_every": interval if interval <= count else None}
     if not isinstance(listed, list) or len(listed) < count or any(type(each) is not int for each in listed):
-        raise fields.refusal("no_rope_layers", "an integer for each layer")
+        raise fields.refusal("no_rope_layers", f"an integer for each of {count} layers")
     without = [layer for layer in range(count) if not listed[layer]]
     every = without[0] + 1 if without else None
     if without != ([] if every is None else list(range(every - 1, count, every))):
