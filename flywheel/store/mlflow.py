@@ -131,29 +131,44 @@ class Mirror:
         run has the best schedule's knobs as parameters, and what the search gained. A server never changes a parameter:
         where the best has other knobs by now, a new run replaces that one.
         """
+        from mlflow.exceptions import MlflowException
+
         with _reported(self.uri):
             client, experiment = self._connect()
-            run = _campaign_run(client, experiment, campaign)
-            params, points = campaign_params(campaign, records), list(campaign_points(records))
-            best, gained = best_of(records), None
+            best = best_of(records)
             knobs = {} if best is None else knob_params(views.knobs([best])[0])
-            known = {name: value for name, value in run.data.params.items() if name.startswith(KNOB)}
-            if known and knobs and known != knobs:
-                run = _replaced(client, experiment, run)
-            if not live and best is not None:
-                gained, numbers = views.gains(campaign, records)
-                params |= knobs
-                points += to_points(numbers, records[-1])
-            written = self._write_rows(client, run, params, points)
-            chosen = {"all": list(records), "kept": incumbents(records), "none": []}[children]
-            written += self._write_children(client, experiment, run, chosen, views)
-            if files:
-                written += self._write_files(client, run, campaign, records, views)
-            report = f"{_page(experiment, run.info.run_id)}/artifacts/{REPORT}?{_WORKFLOW}"
-            note = f"[The report]({report}). {_describe(campaign, records, gained)}"  # first: MLflow folds long texts
-            written += _write_tags(client, run, {_TRIALS: str(len(trials_of(records))), _NOTE: note})
-            written += _write_view(client, experiment)
-            return written + _write_status(client, run, campaign, records, live)
+            while True:
+                run = _campaign_run(client, experiment, campaign)
+                known = {name: value for name, value in run.data.params.items() if name.startswith(KNOB)}
+                if known and knobs and known != knobs:
+                    run = _replaced(client, experiment, run)
+                try:
+                    return self._write(client, experiment, run, campaign, records, children, views, knobs, live, files)
+                except MlflowException:
+                    # Where another process keeps another run of the campaign, it deletes this one.
+                    if client.get_run(run.info.run_id).info.lifecycle_stage == "active":
+                        raise
+
+    def _write(
+        self, client: Any, experiment: str, run: Any, campaign: Campaign, records: Sequence[TrialRecord],
+        children: str, views: Views, knobs: Mapping[str, str], live: bool, files: bool,
+    ) -> int:  # fmt: skip
+        """Bring one run up to date; how many things it added."""
+        params, points, gained = campaign_params(campaign, records), list(campaign_points(records)), None
+        if not live and best_of(records) is not None:
+            gained, numbers = views.gains(campaign, records)
+            params |= knobs
+            points += to_points(numbers, records[-1])
+        written = self._write_rows(client, run, params, points)
+        chosen = {"all": list(records), "kept": incumbents(records), "none": []}[children]
+        written += self._write_children(client, experiment, run, chosen, views)
+        if files:
+            written += self._write_files(client, run, campaign, records, views)
+        report = f"{_page(experiment, run.info.run_id)}/artifacts/{REPORT}?{_WORKFLOW}"
+        note = f"[The report]({report}). {_describe(campaign, records, gained)}"  # first: MLflow folds long texts
+        written += _write_tags(client, run, {_TRIALS: str(len(trials_of(records))), _NOTE: note})
+        written += _write_view(client, experiment)
+        return written + _write_status(client, run, campaign, records, live)
 
     def _connect(self) -> tuple[Any, str]:
         """(client, experiment's id)."""

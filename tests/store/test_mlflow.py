@@ -393,3 +393,23 @@ def test_the_local_mirror_lies_beside_the_store(tmp_path: Path, monkeypatch: pyt
     assert local_tracking(str(tmp_path / "trials.db")) == f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.chdir(tmp_path)
     assert local_tracking("postgresql://lab/trials") == f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+def test_a_run_that_another_process_deletes_meanwhile_gives_way_to_the_one_that_it_keeps(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that mirror a new campaign at once make a run each, and one deletes the other's."""
+    write, met = Mirror._write, []
+
+    def late(self: Mirror, client: Any, experiment: str, run: Any, *more: Any) -> int:
+        if not met:
+            met.append(run.info.run_id)
+            client.create_run(experiment, run.info.start_time, run.data.tags, run.info.run_name)
+            client.delete_run(run.info.run_id)
+        return write(self, client, experiment, run, *more)
+
+    monkeypatch.setattr(Mirror, "_write", late)
+    assert Mirror(uri).sync(make_campaign(), rows, "none", VIEWS) > 0
+    ((_, status, _, params, tags, _, _),) = everything(uri)
+    assert (status, params["model"]) == ("FINISHED", "llama3.2-1b")
+    assert met[0] not in tags[NOTE] and "**predicted** 700 us" in tags[NOTE]
