@@ -113,8 +113,8 @@ class _LayerStack:
         heads = {"q": spec.n_heads, "k": spec.n_kv_heads, "v": spec.n_kv_heads}
         normed = self._take("attn_in", self._norm(x, "input_norm"))
         made = {}
-        rope = torch.tensor([spec.has_rope(layer) for layer in self.layers], device=turn.device)
-        own_turn = torch.where(rope[:, None, None, None], turn, torch.ones_like(turn))
+        # Of tensors that are on the device: a CUDA graph cannot capture a copy of what the host has.
+        own_turn = torch.stack([turn if spec.has_rope(layer) else torch.ones_like(turn) for layer in self.layers])
         for side, count in heads.items():
             flat = self._product(normed, f"{side}_proj")
             if spec.qkv_bias:

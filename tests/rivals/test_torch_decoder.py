@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from captured import Capturing
 from effort import pairs, sample
 from interpreted import interpret
 
@@ -247,6 +248,14 @@ def test_the_step_is_one_graph_to_a_compiler(inline: bool, batch: int) -> None:
     wanted = judge.logits[-1]
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0.0)
     assert token.tolist() == wanted.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["library", "inline"])
+@each_spec
+def test_a_cuda_graph_can_capture_the_step(spec: DecoderSpec, inline: bool) -> None:
+    decoder, _ = pair(spec, DType.BF16, inline, 2)
+    with Capturing(), torch.no_grad():
+        decoder.forward(40)
 
 
 def test_a_wrong_cache_fails_the_verdict() -> None:
