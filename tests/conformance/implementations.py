@@ -89,6 +89,11 @@ def torch_draws(logits: Tensor, seen: Tensor, sampling: Sampling, position: int)
     return int(choose(logits, seen, sampling, position))
 
 
+def gpu_draws(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> int:
+    """torch's generator on a GPU draws other numbers than the one on the host."""
+    return torch_draws(logits.cuda(), seen.cuda(), sampling, position)
+
+
 def numpy_draws(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> int:
     return draw(logits.numpy().astype(np.float32), seen.numpy(), sampling, position)
 
@@ -193,7 +198,7 @@ SESSIONS = {
     "emulator": Kind(emulator),
     "emulator, lanes": Kind(emulator, lanes=2),
     "emulator, ranks": Kind(emulator, ranks=2),
-    "gpu": Kind(on_gpu),
+    "gpu": Kind(on_gpu, draws=gpu_draws),
     "gpu, lanes": Kind(on_gpu, lanes=2),
 }
 """Sessions of which everything can be asked."""

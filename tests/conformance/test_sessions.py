@@ -157,9 +157,12 @@ def test_its_tensors_pass_the_judge(session: DecodeSession, model: Model) -> Non
 @pytest.mark.parametrize(
     "sampling", sample([Sampling(1.3, seed=3), GREEDY, Sampling(repetition_penalty=3.0)]), ids=str
 )
-def test_a_stream_is_what_the_oracle_says(sampling: Sampling, single: DecodeSession, model: Model) -> None:
+def test_a_stream_is_what_the_oracle_says(
+    sampling: Sampling, single: DecodeSession, model: Model, request: pytest.FixtureRequest
+) -> None:
     prompt = (3, 7, 0, 3, 7)
-    expected = model.text(prompt, 12, sampling, torch_draws)
+    kind: Kind = request.node.callspec.params["single"]
+    expected = model.text(prompt, 12, sampling, kind.draws)
     single.caches.clear()
     assert list(single.stream(prompt, len(prompt) + 11, 0, sampling)) == expected
     single.caches.clear()
