@@ -108,7 +108,8 @@ class SearchResult:
 
         with read_store(self.store) as store:
             campaign, records = find_campaign(store, self.campaign), store.trials(self.campaign)
-        return _written(path, campaign_files(campaign, records)[PAGE])
+            files = campaign_files(campaign, records, store)
+        return _written(path, files[PAGE])
 
     def to_dataframe(self) -> DataFrame:
         """All rows of the campaign, finals included, in the columns of `flywheel.to_dataframe`.

@@ -34,7 +34,7 @@ def report(campaign: str | None, output: Path | None, store: str, as_json: bool)
         target = Path(f"{found.name.replace('/', '_')}.html") if output is None else output
         check_writable(target)
         records = opened.trials(found.name)
-    text = campaign_files(found, records)[PAGE]
+        text = campaign_files(found, records, opened)[PAGE]
     write_file(target, text)
     if target == STDOUT:
         return

@@ -15,9 +15,11 @@ from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.plan import program_id
 from flywheel.search.gains import Gains, gained
 from flywheel.search.knobs import Choice
+from flywheel.search.knowledge.known import Known, best_known
 from flywheel.search.space import Dimension, Space, make_space
 from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
+from flywheel.store.sql import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Facts:
     """All facts that a report shows.
 
     `records` are all rows, and `trials` the rows that are not finals. `tied` are the rows that cannot be distinguished
-    from `best`. `gains` says what the search gained. If `knobs`, `schedule` or `gains` is None, `missing` says why.
+    from `best`. `gains` says what the search gained. `known` is the measured schedule of the same work that answers a
+    search which measured nothing. If `knobs`, `schedule` or `gains` is None, `missing` says why.
     """
 
     campaign: Campaign
@@ -67,19 +70,22 @@ class Facts:
     schedule: TimedSchedule | None
     missing: str | None
     gains: Gains | None = None
+    known: Known | None = None
 
 
-def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
-    """The facts of a campaign; `records` are ordered by number.
+def gather(campaign: Campaign, records: Sequence[TrialRecord], store: Store | None = None) -> Facts:
+    """The facts of a campaign; `records` are ordered by number. What else was measured of its work is looked up in the
+    store, and among what flywheel ships.
 
     A part is None, without an error, if the model is no longer available or a config now lowers to another program.
     """
     best, trials = best_of(records), tuple(trials_of(records))
-    knobs, schedule, missing, gains = None, None, None, None
+    knobs, schedule, missing, gains, known = None, None, None, None, None
     try:
         workload = make_workload(
             campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
         )
+        known = None if best is not None and not best.is_predicted else best_known(workload, store)
         space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
         knobs, gains = _knobs(space, trials, best), gained(space, records)
         schedule = None if best is None else _schedule(workload, best)
@@ -92,7 +98,7 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
             else f"trial {best.trial}: this version lowers its config to another program"
         )
     tied = tuple(tied_with(best, records))
-    return Facts(campaign, tuple(records), trials, best, tied, knobs, schedule, missing, gains)
+    return Facts(campaign, tuple(records), trials, best, tied, knobs, schedule, missing, gains, known)
 
 
 def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None) -> Knobs:

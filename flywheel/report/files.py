@@ -14,14 +14,18 @@ from flywheel.search.gains import gains_document, gains_in_words, gains_of
 from flywheel.search.provenance import schedule_text, search_command
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import Views
+from flywheel.store.sql import Store
 from flywheel.store.tsv import to_tsv
 
 PAGE: Final = "report.html"
 
 
-def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, str]:
-    """The files of a campaign, text by path; `records` are its rows by number. The same rows give the same bytes."""
-    facts = gather(campaign, records)
+def campaign_files(
+    campaign: Campaign, records: Sequence[TrialRecord], store: Store | None = None
+) -> Mapping[str, str]:
+    """The files of a campaign, text by path; `records` are its rows by number. `store` is where else its work may have
+    been measured. The same rows give the same bytes."""
+    facts = gather(campaign, records, store)
     schedule = schedule_text(facts.best, campaign, len(facts.trials)) if facts.best is not None else None
     files = {PAGE: page(facts, schedule, search_command(campaign, len(facts.trials))), "results.tsv": to_tsv(records)}
     files |= {} if schedule is None else {"best_schedule.json": schedule}

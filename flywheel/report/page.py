@@ -77,11 +77,18 @@ def _head(facts: Facts) -> list[str]:
     campaign, best = facts.campaign, facts.best
     work = f"{campaign.work}, sampler {campaign.sampler}"
     tiles = []
+    step = "token" if campaign.batch == 1 else "step"
     kind = "nothing feasible"
+    notes = []
+    if facts.known is not None:
+        tiles.append(("the answer, measured", f"{facts.known.latency_us:,.1f} us a {step}"))
+        notes.append(
+            f"{facts.known.words[0].upper()}{facts.known.words[1:]} is the answer: it was measured, on "
+            f"{facts.known.measured_on}. A prediction does not replace a measurement."
+        )
     if best is not None and best.objective_us is not None:
         kind = "predicted by a cost model" if best.is_predicted else f"measured on {best.gpu_name or campaign.gpu}"
         kind += f", imported from {best.imported_from}" if best.is_imported else ""
-        step = "token" if campaign.batch == 1 else "step"
         rate = tokens_per_s(best.objective_us, campaign.batch)
         tiles.append(("best, " + best.kind, f"{best.took_us} us a {step}"))
         tiles.append(("tokens a second", rounded(rate) if best.is_predicted else f"{rate:,.0f}"))
@@ -89,20 +96,21 @@ def _head(facts: Facts) -> list[str]:
             band = band_of(campaign.gpu, best.predictor or "")
             low, high = (rounded(end) for end in band.around(best.objective_us))
             tiles.append(("us where it is measured, perhaps", f"{low} to {high}"))
-            kind += f"; {band.why}"
+            notes.append(f"The range: {band.why}.")
         if best.floor_us is not None:
             tiles.append(("weight floor", f"{best.floor_us:,.1f} us"))
         if best.floor_fraction is not None:
             tiles.append(("of the floor", f"{best.floor_fraction:.1%}"))
     tiles.append(("trials", f"{len(facts.trials):,}"))
     gains = None if facts.gains is None else gains_in_words(facts.gains)
+    notes += [] if gains is None else [f"Searching gained {gains}."]
+    notes += [] if best is None or best.is_predicted else _certainty(best, facts.tied, facts.records)
     colour = "failed" if best is None else best.outcome
     return [
         element("h1", words(campaign.name)),
         element("p", words(work), " ", element("span", words(kind), class_=f"kind {colour}")),
         element("div", *(element("div", element("b", words(v)), words(n)) for n, v in tiles), class_="tiles"),
-        *([] if gains is None else [_note(f"Searching gained {gains}.")]),
-        *([] if best is None or best.is_predicted else map(_note, _certainty(best, facts.tied, facts.records))),
+        *map(_note, notes),
     ]
 
 

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rows import timed
 
 from flywheel.measure.record import TrialRecord
 from flywheel.report.files import campaign_files, campaign_gains
 from flywheel.search.gains import gains_of
 from flywheel.store.campaign import Campaign
+from flywheel.store.sql import open_store
 
 Records = Callable[..., list[TrialRecord]]
 Campaigns = Callable[..., Campaign]
@@ -43,3 +46,21 @@ def test_what_was_gained_is_numbers_with_units_in_their_names(
 def test_of_a_model_that_is_gone_no_gain_is_known(make_records: Records, make_campaign: Campaigns) -> None:
     assert campaign_gains(make_campaign(model="/gone/model"), make_records(2)) == (None, {})
     assert campaign_gains(make_campaign(), []) == (None, {})
+
+
+def test_the_page_of_predictions_begins_with_what_was_measured(
+    make_records: Records, make_campaign: Campaigns, tmp_path: Path
+) -> None:
+    work = {"model": "llama3-8b", "gpu": "h100"}
+    campaign, records = make_campaign(**work), make_records(3, **work)
+    shipped = campaign_files(campaign, records)["report.html"]
+    assert "<b>5,000.1 us a token</b>the answer, measured" in shipped
+    assert "Shipped schedule llama3-8b-h100-bf16-c512-b1 is the answer: it was measured, on NVIDIA H100" in shipped
+    with open_store(str(tmp_path / "flywheel.db")) as store:
+        rows = [timed(row, 4900.0 + row.trial, campaign="elsewhere") for row in records]
+        store.append_all(rows, make_campaign(name="elsewhere", **work))
+        own = campaign_files(campaign, records, store)["report.html"]
+    assert "<b>4,900.0 us a token</b>the answer, measured" in own
+    assert "Trial 0 of campaign elsewhere is the answer" in own
+    measured = [timed(row, 5100.0) for row in records]
+    assert "the answer, measured" not in campaign_files(campaign, measured)["report.html"]
