@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def finals(table: Path) -> list[TrialRecord]:
-    """The rows of a table that a final measured on a quiet GPU and found right."""
+    """The rows of a table that a final measured on a quiet GPU and found right, but those of loaders that paused."""
     header, *lines = table.read_text(encoding="utf-8").splitlines(keepends=True)
     columns = header.rstrip("\n").split("\t")
     at = {name: columns.index(name) for name in ("campaign", "source", "outcome")}
@@ -55,7 +55,7 @@ def finals(table: Path) -> list[TrialRecord]:
         cells = line.rstrip("\n").split("\t")
         if (cells[at["source"]], cells[at["outcome"]]) == ("final", "measured"):
             kept += from_tsv(header + line, None if "batch" in columns else batch_of(cells[at["campaign"]]))
-    return [record for record in kept if not record.is_doubtful]
+    return [record for record in kept if not record.is_doubtful and "pause_cycles" not in record.config]
 
 
 def batch_of(campaign: str) -> int:

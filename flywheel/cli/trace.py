@@ -236,8 +236,7 @@ def _show(document: dict[str, Any]) -> None:
                 ("latency", f"{us(document['latency_us'])} without a trace, {us(document['traced_us'])} with it; "
                             f"{us(document['span_us'])} from the first stamp to the last"),
                 ("an SM", ", ".join(f"{name} {percent(share)}" for name, share in document["states"].items())),
-                ("its loader", f"stalled {percent(document['loader_stalled'])}: the ring full, too far ahead, or in a "
-                               "pause"),
+                ("its loader", f"stalled {percent(document['loader_stalled'])}: the ring full, or too far ahead"),
                 ("matrix warps", f"starved {percent(document['matrix_starved'])}: the operand there, no weights; "
                                  f"{percent(document['matrix_awaiting'])} of the launch without an operand"),
                 ("verdict", f"right at {', '.join(map(str, document['verdict']['positions']))}: error "

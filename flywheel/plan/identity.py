@@ -17,8 +17,8 @@ _VARIANT_FIELDS: Final = (
     "sm_arch", "threads", "matrix_warps", "chunk_warps", "smem_bytes", "staged_bytes", "chunk_bytes", "ring_slots",
     "inflight_chunks", "copies", "prefetch_depth", "data_hand_offs",
 )  # fmt: skip
-"""Fields of the kernel variant that every id holds. `x_slices` counts where it is above 1, and
-`pause_cycles` above 0. `rows`, `formats` and `ranked` do not count, since they follow from the tasks."""
+"""Fields of the kernel variant that every id holds. `x_slices` counts where it is above 1. `rows`, `formats` and
+`ranked` do not count, since they follow from the tasks."""
 
 _AS_BEFORE: Final = {"0.4.0": "0.3.0", "0.5.0": "0.3.0"}
 """Format version -> the version that ids hold for it. Such a version adds to the format and leaves older programs' ids
@@ -72,8 +72,7 @@ def _line(text: str) -> bytes:
 def _variant_text(variant: KernelVariant) -> str:
     named = ", ".join([f"{name}={getattr(variant, name)!r}" for name in _VARIANT_FIELDS])
     slices = f" x_slices={variant.x_slices}" if variant.x_slices > 1 else ""
-    pause = f" pause_cycles={variant.pause_cycles}" if variant.pause_cycles > 0 else ""
-    return f"KernelVariant({named}){slices}{pause}"
+    return f"KernelVariant({named}){slices}"
 
 
 class _TaskPiece(NamedTuple):

@@ -40,7 +40,6 @@ microsecond for a copy and the wait before it."""
 
 MAX_COPIES: Final = 8
 
-MAX_PAUSE_CYCLES: Final = 100_000
 
 WARP: Final = 32
 
@@ -78,8 +77,6 @@ class KernelVariant:
     """Rows of all multiplied operands, for which a kernel is compiled; 0 (any number) where they differ."""
     formats: tuple[int, ...] = ()
     """Numbers of the formats (`Coding`) of quantised matrices in products."""
-    pause_cycles: int = 0
-    """For how many cycles of the SM, before each fill, the loader lets a hand-off go first if `kept_slots` are full."""
     ranked: bool = False
     """Whether the program pushes data to other GPUs and adds data that they push."""
 
@@ -95,11 +92,6 @@ class KernelVariant:
     def ring_bytes(self) -> int:
         """Bytes of weights that the ring holds."""
         return self.chunk_bytes * self.ring_slots
-
-    @property
-    def kept_slots(self) -> int:
-        """Full slots of the ring, at least half of them, with which the loader may pause."""
-        return -(-self.ring_slots // 2)
 
     @property
     def chunk_groups(self) -> int:
@@ -160,12 +152,12 @@ def kernel_variant(
     if not 1 <= copies <= MAX_COPIES:
         raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
     pause = stream.get("pause_cycles", 0)
-    if not 0 <= pause <= MAX_PAUSE_CYCLES:
-        raise ConfigError(f"tiling.stream.pause_cycles={pause} is not in 0..{MAX_PAUSE_CYCLES}")
+    if pause != 0:
+        raise ConfigError(f"tiling.stream.pause_cycles={pause}: loaders pause no more since 0.1.0; leave it out")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
         min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices,
-        formats=tuple([coding.number for coding in codings]), pause_cycles=pause,
+        formats=tuple([coding.number for coding in codings]),
     )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ from flywheel.vm.pack import PackedProgram
 
 _FROM_VARIANT: Final = (
     "ring_slots", "chunk_bytes", "staged_bytes", "prefetch_depth", "inflight_chunks", "chunk_warps", "copies",
-    "pause_cycles", "kept_slots",
 )  # fmt: skip
 _FROM_PACKED: Final = ("n_counters", "workspace_stride", "pass_blocks")
 _SHOWN: Final = ("amk_program_t", "amk_buffer_t", "amk_segment_t", "amk_report_t")

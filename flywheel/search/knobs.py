@@ -214,13 +214,8 @@ KNOBS: Final = (
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
-    Knob("pause", _just(0, 2000, 3000, 4000), True,
-         "cycles for which the loader, before each fill, lets a hand-off go first"),
 )
 """Every searched knob of one GPU. Each value of each changes the program or the kernel variant."""
-
-UNPREDICTED: Final[Mapping[str, str]] = MappingProxyType({"pause": "0"})
-"""Knobs of which the cost model knows nothing. A search that only predicts leaves them at these values."""
 
 SUMMANDS: Final = Knob(
     "exchange.bits", _just(16, 32), True,
@@ -248,7 +243,6 @@ GOOD_ON_H200: Final[Choice] = MappingProxyType(
         "pages": "none",
         "placement": "idle_first",
         "copies": 4,
-        "pause": 0,
     }
 )
 """Knobs of the schedules that are known to be good. Source: results/gpu/versions.md."""

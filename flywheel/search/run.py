@@ -14,7 +14,7 @@ from flywheel.errors import WorkerDiedError
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
-from flywheel.search.knobs import UNPREDICTED, check_kernels
+from flywheel.search.knobs import check_kernels
 from flywheel.search.knowledge.known import Known, best_known
 from flywheel.search.knowledge.warm import WarmStart, starts_of
 from flywheel.search.opening import open_campaign, resumed
@@ -87,8 +87,6 @@ def run_search(
         spec = resumed(spec, store, fresh, given)
         if site.measure != "cuda" and spec.sampler != "grid" and not {*BUDGETS} & {*given}:
             spec = replace(spec, patience=PREDICTED_PATIENCE)
-        if site.measure != "cuda":
-            space = make_space(workload, {**UNPREDICTED, **spec.fix})
         with (
             Foresight(workload, predictor, spec.predictions, jobs) as foresight,
             _begun(spec, space, foresight, is_calibrated(predictor, workload)) as steering,

@@ -89,8 +89,6 @@ class Space:
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
                             "copies": int(choice["copies"])}
-        if choice["pause"]:
-            tiling["stream"]["pause_cycles"] = int(choice["pause"])
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = dict(HALVES) if choice["hand_off"] == "halves" else {"data": 1}
@@ -149,7 +147,6 @@ class Space:
             "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
             "inflight": tiling.get("stream", {}).get("inflight_bytes", 0),
             "copies": tiling.get("stream", {}).get("copies", COPIES),
-            "pause": tiling.get("stream", {}).get("pause_cycles", 0),
             "matrix": tiling.get("warps", {}).get("matrix", 0),
             "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),

@@ -365,8 +365,6 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint64_t", "awaited", note="the first set"),
             Field("uint32_t", "set_stride", note="bytes from it to the second"),
             Field("int32_t", "copies", note="chunks that the loader fills at once"),
-            Field("int32_t", "pause_cycles", note="before each fill, if kept_slots are full and a hand-off goes first"),
-            Field("int32_t", "kept_slots"),
         ),
         "amk_ranks_t": (
             Field("int32_t", "rank"),

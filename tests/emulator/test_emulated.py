@@ -49,7 +49,7 @@ CONFIGS = {
     ),
     "fused, by data": ScheduleConfig(
         {"attention": {"kv_block": 16}, "hand_off": {"data": 1, "slices": 2},
-         "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2, "pause_cycles": 100_000}},
+         "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}},
         FUSED, pipelining_depth=3, page_allocation="none", threads_per_block=THREADS, smem_bytes_per_block=81920,
     ),
     "step by step, in halves": ScheduleConfig(
@@ -272,28 +272,6 @@ def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: in
         gpu.abort_flag.value = 1
         loaded.launch(0)
         assert loaded.read_report()["fault"] == Fault.ABORTED
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_loader_with_half_a_ring_lets_a_hand_off_go_first(gpu: EmulatedGpu, batch: int, tmp_path: Path) -> None:
-    """Where it waits for one, these sources report a fault."""
-    sources = Path(shutil.copytree(SOURCES, tmp_path / "cuda"))
-    loader = (sources / "loader.cuh").read_text()
-    waits = "        __nanosleep(32);\n"
-    assert loader.count(waits) == 1
-    fault = f"        report(block.program, {Fault.BAD_TOKEN:d}, 0, 0, 0, 0);\n"
-    (sources / "loader.cuh").write_text(loader.replace(waits, fault))
-    config, found = CONFIGS["fused, by data"], {}
-    for cycles in (0, config.tiling["stream"]["pause_cycles"]):
-        stream = {**config.tiling["stream"], "pause_cycles": cycles}
-        program = lowered(gpu, replace(config, tiling={**config.tiling, "stream": stream}), batch)
-        assert int(np.diff(pack(program).streams).max()) > pack(program).variant.ring_slots
-        with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights, sources) as loaded:  # type: ignore[arg-type]
-            loaded.write_input("token_id", np.arange(batch, dtype=np.int32))
-            loaded.write_input("position", np.zeros(batch, np.int32))
-            loaded.launch(0)
-            found[cycles] = Fault(int(loaded.read_report()["fault"]))
-    assert list(found.values()) == [Fault.NONE, Fault.BAD_TOKEN]
 
 
 def check_launches(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int], start: int = 0) -> None:

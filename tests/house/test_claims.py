@@ -34,7 +34,6 @@ from flywheel.models.formats import CODES
 from flywheel.runtime.sequences import MOST_LIKELY
 from flywheel.search import finals
 from flywheel.search import spec as campaigns
-from flywheel.search.knobs import UNPREDICTED
 from flywheel.search.knowledge import pricing, warm
 from flywheel.search.sampling import descending, descent, foreseen
 from flywheel.search.space import make_space
@@ -215,9 +214,8 @@ def counts() -> Iterator[tuple[str, str]]:
     """(page, a piece of its text) with counts of what is there."""
     work = make_workload("llama3-8b", "h200", "bf16", 512)
     sizes = [len(each.values) for each in make_space(work).dimensions]
-    predicted = sum(len(each.values) > 1 for each in make_space(work, UNPREDICTED).dimensions)
     configurations = f"{prod(sizes):.1e}".replace("e+", "e")
-    yield "README.md", f"{len(sizes)} knobs ({predicted} if predicted), {configurations} configurations for llama3-8b"
+    yield "README.md", f"{len(sizes)} knobs, {configurations} configurations for llama3-8b"
     shipped = Counter(each.schedule.gpu for each in shipped_schedules())
     yield "README.md", f"lists the {shipped.total()} that come with it"
     yield (

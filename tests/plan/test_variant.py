@@ -50,8 +50,6 @@ def test_a_loader_and_a_control_warp_leave_the_rest_to_matrix_and_vector_warps(
         (ScheduleConfig(tiling={"stream": {"chunk_bytes": 0}}), 0),
         (ScheduleConfig(tiling={"stream": {"chunk_bytes": 1000}}), 0),
         (ScheduleConfig(tiling={"stream": {"chunk_bytes": 262144}}), 0),
-        (ScheduleConfig(tiling={"stream": {"pause_cycles": -1}}), 0),
-        (ScheduleConfig(tiling={"stream": {"pause_cycles": 100_001}}), 0),
         (ScheduleConfig(smem_bytes_per_block=16384), 8192),
     ],
 )
@@ -61,11 +59,12 @@ def test_a_broken_bound_is_a_config_error(config: ScheduleConfig, staged: int) -
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_loader_pauses_as_long_as_the_config_says_and_keeps_half_of_the_ring_filled() -> None:
-    streams: tuple[dict[str, int], ...] = ({}, {"pause_cycles": 3000})
-    never, paused = (kernel_variant(ScheduleConfig(tiling={"stream": each}), H100, 0) for each in streams)
-    assert (never.pause_cycles, paused.pause_cycles) == (0, 3000)
-    assert never.kept_slots == paused.kept_slots and 0 <= 2 * paused.kept_slots - paused.ring_slots <= 1
+def test_a_config_of_before_may_say_that_loaders_never_pause_and_one_that_has_them_pause_is_refused_by_a_line() -> None:
+    never, paused = (ScheduleConfig(tiling={"stream": {"pause_cycles": cycles}}) for cycles in (0, 3000))
+    assert kernel_variant(never, H100, 0) == kernel_variant(ScheduleConfig(), H100, 0)
+    with pytest.raises(ConfigError) as caught:
+        kernel_variant(paused, H100, 0)
+    assert str(caught.value) == "tiling.stream.pause_cycles=3000: loaders pause no more since 0.1.0; leave it out"
 
 
 def test_a_program_without_a_config_has_the_default_variant(tiny: MegakernelProgram) -> None:

@@ -30,7 +30,7 @@ PINNED = {
     "kv_block": "64", "fuse.qkv": "1", "fuse.attention": "3", "fuse.out": "1",
     "fuse.mlp_in": "1", "fuse.down": "1", "fuse.head": "1", "placement": "round_robin",
     "pages": "none", "smem": "232448", "chunk": "32768", "matrix": "4", "inflight": "98304", "share": "1",
-    "hand_off": "counter", "copies": "2", "pause": "0",
+    "hand_off": "counter", "copies": "2",
 }  # fmt: skip
 """All but the depth (7 values) and the threads (4)."""
 

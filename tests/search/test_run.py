@@ -147,17 +147,6 @@ def runs(pid: str) -> bool:
         return False
 
 
-def test_a_search_that_only_predicts_leaves_alone_what_the_cost_model_does_not_know(tiny: str, url: str) -> None:
-    run_search(campaign(tiny, sampler="random", trials=20), url)
-    run_search(campaign(tiny, sampler="random", trials=5, name="asked", fix={"pause": "2000"}), url)
-    with open_store(url) as store:
-        pauses = [
-            {json.loads(record.config)["tiling"]["stream"].get("pause_cycles", 0) for record in store.trials(name)}
-            for name in ("tiny", "asked")
-        ]
-    assert pauses == [{0}, {2000}]
-
-
 def test_a_search_that_predicts_ends_where_nobody_chose_a_budget_and_nothing_more_can_be_told(
     tiny: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

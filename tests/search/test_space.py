@@ -221,6 +221,14 @@ def test_nearest_gives_back_what_the_space_has(space: Space, data: st.DataObject
     assert space.to_config(space.nearest(space.to_config(choice))) == space.to_config(choice)
 
 
+def test_nearest_of_a_config_whose_loaders_paused_does_without_the_pause(space: Space) -> None:
+    config = space.to_config(space.known_good()[2])
+    stream = {**config.tiling["stream"], "pause_cycles": 3000}
+    paused = replace(config, tiling={**config.tiling, "stream": stream})
+    assert space.to_choice(paused) is None
+    assert space.to_config(space.nearest(paused)) == config
+
+
 sizes = st.integers(-1, 300_000)
 names = st.sampled_from(["gemv", "gemv.q_proj", "gemv.lm_head", "attention", "stream", "unknown"])
 strangers = st.builds(

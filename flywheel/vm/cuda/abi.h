@@ -460,10 +460,8 @@ struct amk_program_t {
   uint64_t awaited;  // the first set
   uint32_t set_stride;  // bytes from it to the second
   int32_t copies;  // chunks that the loader fills at once
-  int32_t pause_cycles;  // before each fill, if kept_slots are full and a hand-off goes first
-  int32_t kept_slots;
 };
-static_assert(sizeof(amk_program_t) == 168, "amk_program_t");
+static_assert(sizeof(amk_program_t) == 160, "amk_program_t");
 FW_ASSERT_OFFSET(amk_program_t, buffers, 0);
 FW_ASSERT_OFFSET(amk_program_t, counters, 8);
 FW_ASSERT_OFFSET(amk_program_t, instructions, 16);
@@ -490,8 +488,6 @@ FW_ASSERT_OFFSET(amk_program_t, awaited_bytes, 140);
 FW_ASSERT_OFFSET(amk_program_t, awaited, 144);
 FW_ASSERT_OFFSET(amk_program_t, set_stride, 152);
 FW_ASSERT_OFFSET(amk_program_t, copies, 156);
-FW_ASSERT_OFFSET(amk_program_t, pause_cycles, 160);
-FW_ASSERT_OFFSET(amk_program_t, kept_slots, 164);
 
 struct amk_ranks_t {
   int32_t rank;

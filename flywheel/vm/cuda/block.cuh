@@ -68,7 +68,6 @@ struct Block {
     int32_t progress;  // place in the queue of the task that the vector warps are at
     int32_t passes;    // passes of matrix steps that they have taken over
     int32_t stagings;  // of matrix operands that they have announced
-    int32_t hands_off;  // whether they are between a task's last partial sums and the next operand
 #ifdef FW_RANKS
     amk_ranks_t ranks;
 #endif
@@ -106,16 +105,6 @@ struct Block {
     }
     __device__ __forceinline__ int poll_progress() {
         return EVERY_THREAD ? atomicAdd(&progress, 0) : *const_cast<const volatile int32_t*>(&progress);
-    }
-    __device__ __forceinline__ void set_hands_off(bool under_way) {
-        if (EVERY_THREAD) {
-            atomicExch(&hands_off, under_way ? 1 : 0);
-        } else {
-            *const_cast<volatile int32_t*>(&hands_off) = under_way;
-        }
-    }
-    __device__ __forceinline__ bool poll_hands_off() {
-        return (EVERY_THREAD ? atomicAdd(&hands_off, 0) : *const_cast<const volatile int32_t*>(&hands_off)) != 0;
     }
     __device__ __forceinline__ bool is_aborted() const { return *const_cast<const volatile uint32_t*>(&aborted) != 0; }
     __device__ __forceinline__ void abort() { *const_cast<volatile uint32_t*>(&aborted) = 1; }

@@ -29,17 +29,6 @@ __device__ __forceinline__ bool may_stream(Block& block, int queue_index) {
     return true;
 }
 
-// Copies keep memory so busy that the loads of a hand-off take several times as long. So while one is under way, a ring that is
-// half full waits, but no longer than the program says. For all lanes.
-__device__ __forceinline__ void pause(Block& block, const Ring& ring, const RingPlace& place) {
-    const uint64_t since = cycles(), longest = block.program.pause_cycles;
-    const RingPlace kept = place.behind(ring.n_slots - block.program.kept_slots, ring.n_slots);  // that is full where those are
-    while (__any_sync(~0u, cycles() - since < longest && block.poll_hands_off() &&
-                               !barrier_passed(&ring.empty[kept.slot], kept.round ^ 1) && !block.is_aborted())) {
-        __nanosleep(32);
-    }
-}
-
 // Of a K block, a fragment or, of a coded matrix, a unit.
 __device__ __forceinline__ uint32_t bytes_of_block(const amk_segment_t& segment) {
 #ifdef FW_FORMATS
@@ -54,7 +43,6 @@ __device__ __noinline__ void run_loader() {
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
     const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
     const int lane = lane_id(), inflight = block.program.inflight_chunks;
-    const bool pauses = block.program.pause_cycles > 0;
     // Chunks that are filled at once, by a lane each: what a copy waits for takes longer than its bytes.
     const int lanes = FW_RING_ARRIVALS == 1 ? block.program.copies : 1, mine = lane < lanes ? lane : 0;
     RingPlace place = {0, 0}, landed = {ring.n_slots - inflight, 1};  // chunk 0, and the one `inflight` before it: at once there
@@ -88,7 +76,6 @@ __device__ __noinline__ void run_loader() {
             const RingPlace before = begins && issued >= AT_FIRST ? RingPlace{issued - AT_FIRST, 0} : landed.behind(mine, ring.n_slots);
             waited.begin();
             const bool emptied = !fills || ring.wait_empty(to, &block.aborted);
-            if (!begins && pauses) pause(block, ring, place);
             waited.end();
             if (!__all_sync(~0u, emptied && (!fills || ring.wait_landed(before, &block.aborted)))) {
                 return drain(ring, place, issued);

@@ -49,7 +49,6 @@ __device__ __forceinline__ void enter(Block& block, uint32_t launch) {
     block.progress = 0;
     block.passes = 0;
     block.stagings = 0;
-    block.hands_off = 0;
     block.nothing = -0.0f;
     init_barriers(block);
 }

@@ -53,7 +53,6 @@ struct Vm {
     __device__ __forceinline__ void announce(int round) const {
         __syncwarp();
         if (lane() < WARP_ARRIVALS) barrier_arrive(&block().x_full[round % X_ROUNDS]);
-        if (thread() == 0) block().set_hands_off(false);
     }
 
     // Wait for a phase; all vector threads go on together, or, where the launch is being aborted, none does. One warp polls:

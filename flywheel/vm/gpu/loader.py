@@ -334,7 +334,7 @@ class LoadedProgram:
         program["trace"] = 0 if self._trace is None else self._trace.address
         program["workspace"] = self._take(self._grid * packed.workspace_stride).address
         for name in ("ring_slots", "chunk_bytes", "staged_bytes", "prefetch_depth", "inflight_chunks", "chunk_warps",
-                     "copies", "pause_cycles", "kept_slots"):  # fmt: skip
+                     "copies"):  # fmt: skip
             program[name] = getattr(variant, name)
         for name in ("n_counters", "workspace_stride", "pass_blocks"):
             program[name] = getattr(packed, name)

@@ -111,9 +111,6 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
     int first_column = (n_off / 16 + done) * 16 - n_off, left = (n_off + n_tile + 15) / 16 - n_off / 16 - done;
 #pragma unroll 1
     for (; left > 0; left -= pass_blocks) {
-        // A hand-off begins behind the task's last pass. One of several rows takes so long that the loader has to know before.
-        const bool hands_off = left <= pass_blocks && step.flags & FW_STEP_LAST && vm.thread() == 0;
-        if (FW_ROWS > 1 && hands_off) vm.block().set_hands_off(true);
         const int units = min(pass_blocks, left) * rows;
         Unit unit(first_unit, rows, first_column, row);
         const auto inside = [&](const Unit& u) { return u.number < units && u.column >= 0 && u.column < n_tile; };
@@ -231,7 +228,6 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
             __syncwarp();
         }
 #endif
-        if (FW_ROWS <= 1 && hands_off) vm.block().set_hands_off(true);
         if (!named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, passed)) return false;
         if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&vm.block().partial_empty[pass & 1]);
         pass++;
@@ -250,11 +246,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     BestSeen best;
     bool summed = false;
     do {
-        if (stages) {
-            stagings = announce_x(vm, step, stagings);
-        } else if (vm.thread() == 0) {
-            vm.block().set_hands_off(false);  // as who announces does
-        }
+        if (stages) stagings = announce_x(vm, step, stagings);
         if (!take_over(vm, step, streams, keeps_best, best, pass, done, summed)) return;
     } while (streams && done * 16 < vm.n_off(step) % 16 + vm.n_tile(step));
     if (keeps_best) best.keep(vm);
