@@ -50,7 +50,7 @@ MODEL = {
 }  # fmt: skip
 """One small layer: a trial is so short that many kills fall on its row's way into the store."""
 GPU, CONTEXT = "l4", 32
-SEARCHED = ("depth", "chunk", "threads", "smem", "pages", "placement")
+SEARCHED = ("depth", "chunk", "threads", "smem", "placement")
 """Knobs of a grid, as many of them as make enough trials; the others are pinned to their first known good values."""
 ROWS_A_RUN = 3
 FORK = multiprocessing.get_context("fork")  # a coordinator that need not import everything again

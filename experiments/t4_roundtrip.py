@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL, GPU = "smollm2-135m", "l4"
-FREE = ("depth", "placement", "pages", "fuse.out")
+FREE = ("depth", "placement", "fuse.out")
 FAILURES = ("rejected", "incorrect", "implausible", "timed_out", "crashed")
 
 

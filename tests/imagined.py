@@ -13,7 +13,6 @@ from flywheel.ir import TARGETS, MegakernelProgram
 from flywheel.lowering.lower import lower
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.models.spec import DecoderSpec
-from flywheel.search.knobs import Choice
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 
@@ -35,17 +34,13 @@ TRUTH: Machine = replace(
 )  # fmt: skip
 """What is to be found from STOCK."""
 
-_EQUAL: Choice = {"rows.kv": 1}
-"""Not drawn: tiles of k and v are as high as those of q. Heights differ enough from product to product."""
-
 
 @cache
 def programs(number: int, count: int, seed: int = 0, weights: str | None = None) -> tuple[MegakernelProgram, ...]:
     """Random schedules of SPECS[number]."""
     work = Workload(SPECS[number].name, SPECS[number], TARGET, "bf16", 256, 1, weights)
     space, chance = make_space(work), random.Random(seed)
-    drawn = [each for each in space.dimensions if each.name not in _EQUAL]
-    choices = [{**_EQUAL, **{each.name: chance.choice(each.values) for each in drawn}} for _ in range(count)]
+    choices = [{each.name: chance.choice(each.values) for each in space.dimensions} for _ in range(count)]
     return tuple(lower(work.graph, space.to_config(choice), TARGET) for choice in choices)
 
 

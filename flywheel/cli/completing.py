@@ -120,9 +120,9 @@ def _sides(ctx: click.Context, incomplete: str) -> Iterable[str]:
 
 def _settings(ctx: click.Context, incomplete: str) -> Iterable[str]:
     """`NAME=` of each knob; NAME=VALUE of each value where one knob is left."""
-    from flywheel.search.knobs import KNOBS, SUMMANDS
+    from flywheel.search.knobs import KNOBS
 
-    names = [knob.name for knob in (*KNOBS, SUMMANDS)]
+    names = [knob.name for knob in KNOBS]
     knob, sign, _ = incomplete.partition("=")
     left = [name for name in names if name == knob or (not sign and name.startswith(knob))]
     if len(left) != 1:

@@ -32,7 +32,7 @@ def knobs(ranks: int | None, output: Path | None, as_json: bool, **named: Any) -
     The default is the value in the schedule that a search tries first. `search --fix NAME=VALUE` and `lower --set
     NAME=VALUE` choose another value.
     """
-    from flywheel.search.knobs import knobs_of
+    from flywheel.search.knobs import KNOBS
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload, with_ranks
 
@@ -40,7 +40,7 @@ def knobs(ranks: int | None, output: Path | None, as_json: bool, **named: Any) -
     settled["gpu"] = with_ranks(settled["gpu"], ranks)
     workload = make_workload(**settled, any_size=True)
     space = make_space(workload)
-    first, meanings = space.known_good()[0], {knob.name: knob.meaning for knob in knobs_of(workload)}
+    first, meanings = space.known_good()[0], {knob.name: knob.meaning for knob in KNOBS}
     listed = [
         {"name": each.name, "default": first[each.name], "values": list(each.values), "meaning": meanings[each.name]}
         for each in space.dimensions

@@ -172,24 +172,10 @@ def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
     return lambda _: values
 
 
-def _pages(workload: Workload) -> Sequence[Value]:
-    """On several GPUs each buffer has memory of its own, so all values would be one program."""
-    return ("graph_color", "linear", "none") if workload.ranks == 1 else ("none",)
-
-
-KV: Final = ("k_proj", "v_proj")
-QKV: Final = ("q_proj", *KV)
-
-
-def _kv_rows(workload: Workload) -> list[Value]:
-    """Both values, unless a tile an SM already has all rows of k."""
-    tile = int(rows_of(QKV, 1)(workload)[0])
-    return [1, 2] if tile < heights_of(workload, KV)[0] else [1]
-
+QKV: Final = ("q_proj", "k_proj", "v_proj")
 
 KNOBS: Final = (
-    Knob("rows.qkv", rows_of(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q; of k and v, these times rows.kv"),
-    Knob("rows.kv", _kv_rows, True, "height of k and v tiles, in tiles of q: 2 leaves more SMs to attention"),
+    Knob("rows.qkv", rows_of(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q, k and v"),
     Knob("rows.o", rows_of(("o_proj",), 0.5, 1, 2), True, "rows a tile of the output projection"),
     Knob("rows.gate_up", rows_of(("gate_proj",), 0.5, 1, 2, 3), True, "rows a tile of gate, and of up"),
     Knob("rows.down", rows_of(("down_proj",), 0.5, 1, 2), True, "rows a tile of the down projection"),
@@ -206,7 +192,6 @@ KNOBS: Final = (
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "instructions that the loader runs ahead (pipelining_depth)"),
     Knob("hand_off", _just("counter", "data", "halves"), False, "how a task learns that its input is ready: by "
          "counters; by polling the data; halves: as data, and a product starts when half of its input has arrived"),
-    Knob("pages", _pages, False, "which buffers share memory (page_allocation)"),
     Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads a block (threads_per_block)"),
     Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
     Knob("share", _just(1, 2), True, "warps that share a chunk"),
@@ -215,32 +200,18 @@ KNOBS: Final = (
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
 )
-"""Every searched knob of one GPU. Each value of each changes the program or the kernel variant."""
-
-SUMMANDS: Final = Knob(
-    "exchange.bits", _just(16, 32), True,
-    "bits of each number that GPUs send each other to be added; 16 rounds it to the step's type",
-)  # fmt: skip
-"""The knob that a search for several GPUs has beside the others. A step in F32 has no shorter summands."""
-
-
-def knobs_of(workload: Workload) -> tuple[Knob, ...]:
-    """The searched knobs of a workload."""
-    return KNOBS if workload.ranks == 1 or workload.graph.dtype is DType.F32 else (*KNOBS, SUMMANDS)
-
+"""Every searched knob. Each value of each changes the program or the kernel variant."""
 
 HALVES: Final = {"data": 1, "slices": 2}
 
 GOOD_ON_H200: Final[Choice] = MappingProxyType(
     {
-        "rows.kv": 1,
         "threads": 448,
         "matrix": 4,
         "share": 1,
         "chunk": 16384,
         "inflight": 65536,
         "hand_off": "data",
-        "pages": "none",
         "placement": "idle_first",
         "copies": 4,
     }

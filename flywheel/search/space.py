@@ -9,26 +9,13 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import ConfigError, InvalidProgramError, UsageError
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import DType, ScheduleConfig
 from flywheel.ir.show import did_you_mean
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.lower import lower
-from flywheel.lowering.ranks import BITS
 from flywheel.plan import kernel_variant, variant_of
 from flywheel.plan.variant import COPIES
-from flywheel.search.knobs import (
-    GOOD_ON_H200,
-    HALVES,
-    KV,
-    QKV,
-    SUMMANDS,
-    Choice,
-    Value,
-    blocks_of,
-    distance,
-    knobs_of,
-    rows_of,
-)
+from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Value, blocks_of, distance, rows_of
 from flywheel.search.workload import Workload
 
 Fixed = Mapping[str, str]
@@ -72,7 +59,11 @@ _FUSED: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The dimensions of one workload, in the order of `knobs_of`; a pinned one has a single value. Use `make_space`."""
+    """The dimensions of one workload, in the order of KNOBS; a pinned one has a single value. Use `make_space`.
+
+    What no knob decides follows from the workload: buffers share no memory, and GPUs send each other summands in the
+    step's type where that is a half type. Source: results/knob_gains.txt.
+    """
 
     workload: Workload
     dimensions: tuple[Dimension, ...]
@@ -84,22 +75,20 @@ class Space:
             for knob, projections in _ROWS.items()
             for projection in projections
         }
-        for projection in KV:
-            tiling[f"gemv.{projection}"]["N_tile"] *= int(choice["rows.kv"])
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
                             "copies": int(choice["copies"])}
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = dict(HALVES) if choice["hand_off"] == "halves" else {"data": 1}
-        if choice.get(SUMMANDS.name, BITS) != BITS:
-            tiling["exchange"] = {"bits": int(choice[SUMMANDS.name])}
+        if self.workload.ranks > 1 and self.workload.graph.dtype is not DType.F32:
+            tiling["exchange"] = {"bits": 16}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
             sm_assignment=str(choice["placement"]),
             pipelining_depth=int(choice["depth"]),
-            page_allocation=str(choice["pages"]),
+            page_allocation="none",
             threads_per_block=int(choice["threads"]),
             smem_bytes_per_block=int(choice["smem"]),
         )
@@ -140,7 +129,6 @@ class Space:
         choice: dict[str, Value] = {
             "placement": config.sm_assignment if isinstance(config.sm_assignment, str) else "",
             "depth": config.pipelining_depth,
-            "pages": config.page_allocation,
             "hand_off": "halves" if halves else "data" if by_data else "counter",
             "threads": config.threads_per_block,
             "smem": config.smem_bytes_per_block,
@@ -154,14 +142,10 @@ class Space:
         for knob, projections in _ROWS.items():
             own = tiling.get(f"gemv.{projections[0]}", {})
             choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
-        q, k = (tiling.get(f"gemv.{name}", {}).get("N_tile", 0) for name in ("q_proj", "k_proj"))
-        choice["rows.kv"] = k // q if q else 0
         for (knob, level), names in _FUSED.items():
             if {frozenset(group) for group in self._groups(names)} <= groups:
                 choice[knob] = level
             choice.setdefault(knob, 0)
-        if any(dimension.name == SUMMANDS.name for dimension in self.dimensions):
-            choice[SUMMANDS.name] = tiling.get("exchange", {}).get("bits", BITS)
         return choice
 
     def known_good(self) -> list[dict[str, Value]]:
@@ -237,13 +221,12 @@ class Space:
 
 def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space:
     """The space of a workload, with some knobs pinned. Raises UsageError for an unknown knob or value."""
-    knobs = knobs_of(workload)
-    names = [knob.name for knob in knobs]
+    names = [knob.name for knob in KNOBS]
     for name in fixed:
         if name not in names:
             raise UsageError(f"knob {name!r}{did_you_mean(name, names)} is not one of {', '.join(names)}")
     dimensions = []
-    for knob in knobs:
+    for knob in KNOBS:
         values = tuple(knob.values(workload))
         if knob.name in fixed:
             pinned = tuple(value for value in values if str(value) == fixed[knob.name])

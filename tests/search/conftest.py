@@ -26,10 +26,10 @@ from flywheel.store.sql import Store, open_store
 SPEC = DecoderSpec("small", "llama", 96, 160, 1, 4, 2, 16, 300, 1e4, 1e-6, 4096)
 TARGET = replace(TARGETS["h100"], name="few", num_sms=6)
 PINNED = {
-    "rows.qkv": "32", "rows.kv": "1", "rows.o": "32", "rows.gate_up": "32", "rows.down": "32", "rows.lm_head": "64",
+    "rows.qkv": "32", "rows.o": "32", "rows.gate_up": "32", "rows.down": "32", "rows.lm_head": "64",
     "kv_block": "64", "fuse.qkv": "1", "fuse.attention": "3", "fuse.out": "1",
     "fuse.mlp_in": "1", "fuse.down": "1", "fuse.head": "1", "placement": "round_robin",
-    "pages": "none", "smem": "232448", "chunk": "32768", "matrix": "4", "inflight": "98304", "share": "1",
+    "smem": "232448", "chunk": "32768", "matrix": "4", "inflight": "98304", "share": "1",
     "hand_off": "counter", "copies": "2",
 }  # fmt: skip
 """All but the depth (7 values) and the threads (4)."""

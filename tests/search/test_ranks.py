@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from effort import sample
 
 from flywheel.cost_model.predict import predict_us
-from flywheel.errors import NoGpuError, UnknownNameError, UsageError
+from flywheel.errors import NoGpuError, UnknownNameError
 from flywheel.ir import TARGETS
 from flywheel.lowering.lower import lower
 from flywheel.measure.device import Device
@@ -54,23 +53,17 @@ def test_tiles_are_those_of_what_one_gpu_has() -> None:
         assert three.to_choice(three.to_config(choice)) == choice
 
 
-def test_several_gpus_have_a_knob_more_than_one_where_summands_can_be_shorter() -> None:
-    def names(gpu: str, dtype: str) -> list[str]:
-        return [each.name for each in make_space(make_workload("smollm2-135m", gpu, dtype, 64)).dimensions]
-
-    one = [knob.name for knob in KNOBS]
-    assert names("l4", "bf16") == names("l4", "f32") == names("3xl4", "f32") == one
-    assert names("3xl4", "bf16") == [*one, "exchange.bits"]
-    with pytest.raises(UsageError, match=r"^knob 'exchange\.bits' is not one of rows\.qkv, "):
-        make_space(make_workload("smollm2-135m", "l4", "bf16", 64), {"exchange.bits": "16"})
-
-
-def test_no_search_for_several_gpus_varies_pages_that_no_buffers_share_there() -> None:
-    def pages(gpu: str) -> Sequence[Any]:
-        space = make_space(make_workload("smollm2-135m", gpu, "bf16", 64))
-        return next(each.values for each in space.dimensions if each.name == "pages")
-
-    assert (len(pages("l4")), pages("3xl4")) == (3, ("none",))
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "said"), [("l4", "bf16", None), ("3xl4", "bf16", {"bits": 16}), ("3xl4", "f32", None)]
+)
+def test_gpus_send_each_other_summands_in_the_steps_half_type(
+    gpu: str, dtype: str, said: dict[str, int] | None
+) -> None:
+    space = make_space(make_workload("smollm2-135m", gpu, dtype, 64))
+    assert [each.name for each in space.dimensions] == [knob.name for knob in KNOBS]
+    assert {json.dumps(space.to_config(choice).tiling.get("exchange")) for choice in space.known_good()} == {
+        json.dumps(said)
+    }
 
 
 @pytest.mark.parametrize(("ranks", "batch"), sample([(2, 1), (4, 8)]))
@@ -90,30 +83,31 @@ def test_every_value_of_every_knob_changes_a_program_of_several_gpus(ranks: int,
 def test_shorter_summands_are_predicted_to_take_less_time(batch: int) -> None:
     work = make_workload("llama3.2-1b", "2xh200", "bf16", 64, batch)
     times = []
-    for bits in ("16", "32"):
-        space = make_space(work, {"exchange.bits": bits})
-        times.append(predict_us(lower(work.graph, space.to_config(space.known_good()[0]), work.target)))
+    space = make_space(work)
+    config = space.to_config(space.known_good()[0])
+    for bits in (16, 32):
+        wide = replace(config, tiling={**config.tiling, "exchange": {"bits": bits}})
+        times.append(predict_us(lower(work.graph, wide, work.target)))
     layers, hidden = work.spec.n_layers, work.spec.hidden
     bytes_saved = 2 * layers * hidden * batch * 2
     assert times[1] - times[0] >= bytes_saved / 400e3  # at 400 GB/s
 
 
-def test_a_schedule_of_several_gpus_survives_its_config_and_says_nothing_of_the_default() -> None:
+def test_a_schedule_of_several_gpus_survives_its_config_and_its_summands_become_short() -> None:
     space = make_space(make_workload("smollm2-135m", "3xl4", "bf16", 64))
     good = space.known_good()[0]
-    assert good["exchange.bits"] == 32
-    assert "exchange" not in space.to_config(good).tiling
-    short = {**good, "exchange.bits": 16}
-    assert space.to_choice(space.to_config(short)) == space.nearest(space.to_config(short)) == short
-    spelled = replace(space.to_config(good), tiling={**space.to_config(good).tiling, "exchange": {"bits": 32}})
-    assert space.nearest(spelled) == good
+    config = space.to_config(good)
+    assert space.to_choice(config) == space.nearest(config) == good
+    tiling = {name: own for name, own in config.tiling.items() if name != "exchange"}
+    for spelled in (replace(config, tiling=tiling), replace(config, tiling={**tiling, "exchange": {"bits": 32}})):
+        assert space.to_choice(spelled) is None
+        assert space.nearest(spelled) == good
 
 
 def test_schedules_are_carried_between_one_gpu_and_several_by_what_each_gpu_has() -> None:
     one, two = (make_space(make_workload("llama3-8b", gpu, "bf16", 512)) for gpu in ("h200", "2xh200"))
     there = carry(one.known_good()[0], one.workload, two)
-    back = carry({**there, "exchange.bits": 16}, two.workload, one)
-    assert there["exchange.bits"] == 32
+    back = carry(there, two.workload, one)
     for name in ("rows.qkv", "rows.gate_up", "rows.lm_head"):
         assert abs(int(there[name]) - int(one.known_good()[0][name]) / 2) < 16
         assert abs(int(there[name]) - int(back[name]) / 2) < 16

@@ -191,12 +191,12 @@ def test_every_context_has_a_space(context: int) -> None:
 
 
 def test_pinned_knobs_have_one_value() -> None:
-    pinned = make_space(workload(), {"depth": "4", "pages": "none"})
+    pinned = make_space(workload(), {"depth": "4", "placement": "round_robin"})
     assert values(pinned, "depth") == (4,)
-    assert values(pinned, "pages") == ("none",)
+    assert values(pinned, "placement") == ("round_robin",)
     free = make_space(workload())
     count, all_ = (prod(len(dim.values) for dim in each.dimensions) for each in (pinned, free))
-    assert count * len(values(free, "depth")) * len(values(free, "pages")) == all_
+    assert count * len(values(free, "depth")) * len(values(free, "placement")) == all_
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_pinned_knobs_have_one_value() -> None:
     [
         ({"warps": "4"}, ("'warps'", "rows.qkv", "chunk")),
         ({"depth": "5"}, ("depth", "'5'", "0, 1, 2, 3, 4, 6, 8")),
-        ({"pages": "a\nb"}, ("pages", "graph_color")),
+        ({"placement": "a\nb"}, ("placement", "idle_first")),
     ],
 )
 def test_unknown_knobs_and_values_are_refused(fixed: dict[str, str], names: tuple[str, ...]) -> None:
@@ -227,6 +227,14 @@ def test_nearest_of_a_config_whose_loaders_paused_does_without_the_pause(space: 
     paused = replace(config, tiling={**config.tiling, "stream": stream})
     assert space.to_choice(paused) is None
     assert space.to_config(space.nearest(paused)) == config
+
+
+def test_nearest_of_a_config_that_says_what_no_knob_decides_has_the_rules_value(space: Space) -> None:
+    config = space.to_config(space.known_good()[2])
+    taller = {name: {"N_tile": 2 * config.tiling[name]["N_tile"]} for name in ("gemv.k_proj", "gemv.v_proj")}
+    for said in (replace(config, page_allocation="linear"), replace(config, tiling={**config.tiling, **taller})):
+        assert space.to_choice(said) is None
+        assert space.to_config(space.nearest(said)) == config
 
 
 sizes = st.integers(-1, 300_000)
@@ -256,7 +264,7 @@ def test_nearest_takes_what_a_foreign_config_says_and_no_more(space: Space) -> N
     choice, good = space.nearest(foreign), space.known_good()[0]
     heights = next(dimension.values for dimension in space.dimensions if dimension.name == "rows.lm_head")
     assert choice["rows.lm_head"] == min(heights, key=lambda rows: abs(int(rows) - 64))
-    assert (choice["depth"], choice["pages"], choice["threads"]) == (4, "linear", 512)
+    assert (choice["depth"], choice["threads"]) == (4, 512)
     unsaid = ("fuse.qkv", "fuse.mlp_in", "kv_block", "smem", "chunk")
     assert {name: choice[name] for name in unsaid} == {name: good[name] for name in unsaid}
 
