@@ -89,9 +89,9 @@ def _gained(contest: Contest | None) -> Gain | None:
 
 
 def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict[str, tuple[Value, Value]]:
-    """The differences of two configs: knobs if both lie in the space, else parameters of the config."""
+    """The differences of two configs: knobs if these make all of them, else parameters of the config."""
     first, second = space.to_choice(before), space.to_choice(after)
-    if first is None or second is None:
+    if first is None or second is None or space.to_config(second, before) != after:
         first, second = configurations([before, after])
     return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
 

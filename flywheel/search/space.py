@@ -61,15 +61,16 @@ _FUSED: Final = MappingProxyType(
 class Space:
     """The dimensions of one workload, in the order of KNOBS; a pinned one has a single value. Use `make_space`.
 
-    What no knob decides follows from the workload: buffers share no memory, and GPUs send each other summands in the
-    step's type where that is a half type. Source: results/knob_gains.txt.
+    What no knob decides follows from the workload: tiles of k and v are as high as those of q, buffers share no memory,
+    and GPUs send each other summands in the step's type where that is a half type. Source: results/knob_gains.txt.
     """
 
     workload: Workload
     dimensions: tuple[Dimension, ...]
 
-    def to_config(self, choice: Choice) -> ScheduleConfig:
-        """The config that `choice` stands for. `choice` has one value for each dimension."""
+    def to_config(self, choice: Choice, like: ScheduleConfig | None = None) -> ScheduleConfig:
+        """The config that `choice` stands for. `choice` has one value for each dimension. What no knob decides is as in
+        `like`, if that is given."""
         tiling: dict[str, dict[str, int]] = {
             f"gemv.{projection}": {"N_tile": int(choice[knob])}
             for knob, projections in _ROWS.items()
@@ -81,23 +82,29 @@ class Space:
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = dict(HALVES) if choice["hand_off"] == "halves" else {"data": 1}
-        if self.workload.ranks > 1 and self.workload.graph.dtype is not DType.F32:
-            tiling["exchange"] = {"bits": 16}
+        exchange = {"bits": 16} if self.workload.ranks > 1 and self.workload.graph.dtype is not DType.F32 else {}
+        if like is not None:
+            exchange = dict(like.tiling.get("exchange", {}))
+            q, k = (like.tiling.get(f"gemv.{name}", {}).get("N_tile", 0) for name in ("q_proj", "k_proj"))
+            for name in ("gemv.k_proj", "gemv.v_proj"):
+                tiling[name]["N_tile"] *= max(k // q, 1) if q > 0 else 1
+        tiling |= {"exchange": exchange} if exchange else {}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
             sm_assignment=str(choice["placement"]),
             pipelining_depth=int(choice["depth"]),
-            page_allocation="none",
+            page_allocation="none" if like is None else like.page_allocation,
             threads_per_block=int(choice["threads"]),
             smem_bytes_per_block=int(choice["smem"]),
         )
 
     def to_choice(self, config: ScheduleConfig) -> dict[str, Value] | None:
-        """The choice that stands for `config`; None where `config` lies outside this space."""
+        """The choice that stands for `config`, whatever it says of what no knob decides; None where `config` lies
+        outside this space."""
         choice = self._read(config)
         inside = all(choice[dimension.name] in dimension.values for dimension in self.dimensions)
-        return choice if inside and self.to_config(choice) == config else None
+        return choice if inside and self.to_config(choice, config) == config else None
 
     def nearest(self, config: ScheduleConfig) -> dict[str, Value]:
         """The choice that stands for `config`; where `config` lies outside this space, a choice near it.

@@ -73,7 +73,7 @@ def test_campaigns_of_the_store_are_completed(store: str, monkeypatch: pytest.Mo
     assert sorted(Path().iterdir()) == there
     assert plain(f"flywheel report --store {store} sm") == ["small"]
     monkeypatch.setenv("FLYWHEEL_STORE", store)
-    assert [plain(f"flywheel {words} sm") for words in commands] == [["small"]] * 6
+    assert [plain(f"flywheel {words} small") for words in commands] == [["small"]] * 6
     assert not Path("flywheel.db").exists()
 
 
