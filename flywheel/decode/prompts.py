@@ -5,17 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from flywheel.decode.caches import Caches
-from flywheel.models.eager import rope_frequencies
+from flywheel.ir import DType, InstructionKind
+from flywheel.models.calls import Call, cached_by, calls_of
+from flywheel.models.decoder import decode_step
+from flywheel.models.forward import (
+    RopeKey,
+    as_heads,
+    compute_plain,
+    frequencies_of,
+    rope_key,
+    rope_turns,
+    rotate,
+    run_calls,
+)
 from flywheel.models.quantise import matrix_of
-from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
+from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.tensors import all_finite
 
 CHUNK: Final = 4096
@@ -27,39 +40,41 @@ _BACKENDS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, 
 LEAST: Final = 16
 """Shortest shared prefix, in tokens, that is worth copying."""
 
+_K = InstructionKind
+_JOINED: Final = frozenset({_K.ROPE})
+
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer's weights by role. A quantised matrix is dequantised, in `dtype`, at each access."""
+class _Chunk:
+    """Where tokens that are read together go: row `row` of the caches, from position `start` on. `turns` has the
+    rotations of their positions by `rope_key`."""
 
-    weights: Mapping[str, Tensor]
-    index: int
-    dtype: torch.dtype
-
-    def __getitem__(self, role: str) -> Tensor:
-        key = layer_weight_key(role, self.index)
-        matrix = matrix_of(self.weights, key)
-        return self.weights[key] if matrix is None else matrix.to(self.dtype)
-
-    def get(self, role: str) -> Tensor | None:
-        """A weight; None if the model has none of this role."""
-        return self.weights.get(layer_weight_key(role, self.index))
+    caches: Caches
+    row: int
+    start: int
+    turns: Mapping[RopeKey, tuple[Tensor, Tensor]]
 
 
 class Prefill:
     """A decoder over `weights`, by checkpoint key, all of one float type and on one device. They are not copied.
-    Quantised matrices are dequantised, rounded to that type.
+    Quantised matrices are dequantised, rounded to that type, at each use.
 
     Products and attention are torch's own, which round sums to the weights' type. Norms and RoPE use float32 inside.
     Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`.
     """
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor]) -> None:
-        self._spec = spec
-        self._embed = weights[model_weight_key(spec, "embed")]
-        self._layers = [_Layer(weights, layer, self._embed.dtype) for layer in range(spec.n_layers)]
-        self._frequencies = rope_frequencies(spec).to(self._embed.device)
-        if self._embed.is_cuda:
+        graph = decode_step(spec, 1, DType.BF16)  # of any context and type: it says what to compute
+        kinds = [calls_of(graph, block, _JOINED) for block in graph.kinds]
+        layers = [kinds[kind] for kind in graph.order]
+        self._embed = calls_of(graph, graph.prologue, _JOINED)
+        self._layers = [*layers[:-1], cached_by(layers[-1])]
+        self._head_dim = spec.head_dim
+        self._weights = weights
+        table = weights[model_weight_key(spec, "embed")]
+        self._dtype, self._device = table.dtype, table.device
+        self._frequencies = {key: each.to(self._device) for key, each in frequencies_of(chain(*kinds)).items()}
+        if table.is_cuda:
             _mask_of_last(1, 2)  # imports now what a prompt would wait for
 
     @torch.no_grad()
@@ -71,44 +86,45 @@ class Prefill:
         """
         caches.hold(row, len(token_ids) + 1, may_take=True)
         caches.forget(row, start)
-        tokens = torch.tensor(token_ids, device=self._embed.device)
+        tokens = torch.tensor(token_ids, device=self._device)
         with sdpa_kernel(_BACKENDS):
             for first in range(start, len(tokens), CHUNK):
                 self._forward(tokens[first : first + CHUNK], first, caches, row)
 
     def _forward(self, tokens: Tensor, start: int, caches: Caches, row: int) -> None:
         """Read tokens [S] at positions from `start` on. All earlier positions are cached."""
-        eps, width = self._spec.norm_eps, (self._spec.hidden,)
-        stop = start + len(tokens)
-        angles = torch.arange(start, stop, device=tokens.device)[:, None].float() * self._frequencies
-        cosine, sine = angles.cos(), angles.sin()
-        turn = torch.cat((cosine, cosine), -1)[:, None], torch.cat((-sine, sine), -1)[:, None]  # [S, 1, head_dim]
-        x = self._embed[tokens]
-        for index, layer in enumerate(self._layers):
-            normed = rms_norm(x, width, layer["input_norm"], eps)
-            q, keys, values = self._heads(normed, layer, turn if self._spec.has_rope(index) else None)
-            caches.append(index, row, start, keys, values)
-            if index == len(self._layers) - 1:
-                return
-            x = x + linear(_attend(q, *caches.seen(index, row, stop)), layer["o_proj"])
-            normed = rms_norm(x, width, layer["post_attention_norm"], eps)
-            gate, up = linear(normed, layer["gate_proj"]), linear(normed, layer["up_proj"])
-            x = x + linear(silu(gate) * up, layer["down_proj"])
+        positions = torch.arange(start, start + len(tokens), device=tokens.device)
+        turns = {key: rope_turns(positions, each) for key, each in self._frequencies.items()}
+        chunk = _Chunk(caches, row, start, turns)
+        x = self._run(self._embed, 0, {"token_id": tokens}, chunk)["x_out"]
+        for layer, calls in enumerate(self._layers):
+            x = self._run(calls, layer, {"x": x}, chunk).get("x_out", x)
 
-    def _heads(
-        self, x: Tensor, layer: _Layer, turn: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [S, hidden], normalised -> queries [S, n_heads, head_dim], keys and values [S, n_kv_heads, head_dim]."""
-        spec = self._spec
-        heads = (len(x), -1, spec.head_dim)
-        q, k, v = (linear(x, layer[f"{name}_proj"], layer.get(f"{name}_bias")).view(heads) for name in "qkv")
-        if spec.qk_norm:
-            q = rms_norm(q, (spec.head_dim,), layer["q_norm"], spec.norm_eps)
-            k = rms_norm(k, (spec.head_dim,), layer["k_norm"], spec.norm_eps)
-        if turn is None:
-            return q, k, v
-        turned = _rotate(torch.cat((q, k), 1), turn)
-        return turned[:, : spec.n_heads], turned[:, spec.n_heads :], v
+    def _run(
+        self, calls: Sequence[Call], layer: int, values: dict[str, Tensor], chunk: _Chunk
+    ) -> dict[str, Tensor]:
+        return run_calls(calls, values, lambda place, inputs: self._compute(calls[place], layer, inputs, chunk))
+
+    def _compute(self, call: Call, layer: int, inputs: Sequence[Tensor], chunk: _Chunk) -> Tensor | None:
+        weights = [self._weight(key.format(i=layer)) for (key,) in call.weights]
+        match call.kind:
+            case _K.GEMV_TILE:
+                return linear(inputs[0], *weights)
+            case _K.ROPE:
+                return rotate(torch.cat(tuple(inputs), -1), *chunk.turns[rope_key(call.params)]).to(self._dtype)
+            case _K.KV_APPEND:
+                keys, values = (as_heads(each, self._head_dim) for each in inputs)
+                chunk.caches.append(layer, chunk.row, chunk.start, keys, values)
+                return None
+            case _K.ATTENTION_TILE:
+                q = as_heads(inputs[0], self._head_dim)
+                return _attend(q, *chunk.caches.seen(layer, chunk.row, chunk.start + len(q)))
+            case _:
+                return compute_plain(call, inputs, weights)
+
+    def _weight(self, key: str) -> Tensor:
+        matrix = matrix_of(self._weights, key)
+        return self._weights[key] if matrix is None else matrix.to(self._dtype)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -131,13 +147,6 @@ def _mask_of_last(queries: int, tokens: int) -> Tensor:
     from torch.nn.attention.bias import causal_lower_right  # with torch._dynamo, which takes a second
 
     return causal_lower_right(queries, tokens)
-
-
-def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE of x [S, heads, head_dim] with rotated halves, computed in float32. `turn` is (cosine, sine) of each
-    element's angle; the sine of the first half is negated."""
-    cosine, sine = turn
-    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine).to(x.dtype)
 
 
 class Prefixes:

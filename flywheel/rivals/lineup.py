@@ -10,7 +10,9 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from flywheel.errors import UsageError
-from flywheel.ir import DType
+from flywheel.ir import DType, InstructionKind
+from flywheel.models.calls import calls_of
+from flywheel.models.decoder import decode_step
 from flywheel.models.formats import CODES, HEAD, MATRICES, WeightFormat, WeightFormats
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes
 
@@ -30,7 +32,9 @@ _PACKAGES: Final[Mapping[Form, tuple[str, str]]] = MappingProxyType(
 """For each form that a package multiplies: the module to import, and the package that has it."""
 
 _TILED_ROWS, _TILED_COLUMNS = 8, 32
-_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+JOINED: Final = frozenset({InstructionKind.GEMV_TILE})
+"""What a rival computes as one: products with the same vector, whose matrices it stacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,8 @@ def refusal(rival: Rival, spec: DecoderSpec, formats: WeightFormats, dtype: DTyp
             return why
         if own is not None and rival.form in _PACKAGES and (why := _ungrouped(role, own, rival.form, dtype)):
             return why
-    for roles in _TOGETHER:
+    graph = decode_step(spec, 1, dtype)
+    for roles in {call.names: None for block in graph.kinds for call in calls_of(graph, block, JOINED)}:
         if len({formats.of(role) for role in roles}) > 1:
             return f"{', '.join(roles)} are multiplied together, and their formats differ"
     return None

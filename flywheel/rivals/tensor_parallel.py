@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from flywheel.decode.source import Weights
 from flywheel.ir import DType
+from flywheel.models.calls import Call
 from flywheel.models.eager import LayerCache
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
@@ -29,13 +30,15 @@ from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A rank's part of a model. `spec` has the rank's heads, its rows of gate and up, and an LM head of its own, tied
-    or not. `parts`: state-dict key -> (axis, first, size) of the rank's part of a weight. `rows`: every rank's (first,
-    stop) in the vocabulary. `kv_heads`: (first, stop) of the rank's KV heads in the model."""
+    or not. `parts`: state-dict key -> (axis, first, size) of the rank's part of a weight. `summed`: keys, with `{i}`
+    for the layer, of the matrices of which it has some columns, so that ranks sum their products. `rows`: every rank's
+    (first, stop) in the vocabulary. `kv_heads`: (first, stop) of the rank's KV heads in the model."""
 
     whole: DecoderSpec
     spec: DecoderSpec
     rank: int
     parts: Mapping[str, tuple[int, int, int]]
+    summed: frozenset[str]
     rows: tuple[tuple[int, int], ...]
     kv_heads: tuple[int, int]
 
@@ -69,12 +72,13 @@ def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
     whole = shared_step(spec, 1, DType.BF16, 1, ranks=ranks)
     graphs = whole.ranks or (whole,)
     own = graphs[rank]
-    parts = {}
+    parts, summed = {}, set()
     for layer, kind in enumerate(own.order):
         for tensor in own.kinds[kind].tensors.values():
             if tensor.source is not None and tensor.part is not None:
                 axis, first = tensor.part
                 parts[tensor.source.format(i=layer)] = (axis, first, tensor.shape[axis])
+                summed |= {tensor.source} if axis == 1 else set()
     heads = [next(op for op in graph.epilogue.ops if op.name == "lm_head") for graph in graphs]
     local = replace(
         spec,
@@ -88,6 +92,7 @@ def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
         local,
         rank,
         parts,
+        frozenset(summed),
         tuple([head.rows or (0, spec.vocab) for head in heads]),
         (own.first_kv_head, own.first_kv_head + own.n_kv_heads),
     )
@@ -113,6 +118,11 @@ class ShardedDecoder(TorchDecoder):
         """See `DecodeSession.write_cache`, with all KV heads of the model; the rank keeps its own."""
         heads = slice(*self._shard.kv_heads)
         super().write_cache([(keys[:, heads], values[:, heads]) for keys, values in layers], row)
+
+    def _across_ranks(self, call: Call, made: Tensor) -> Tensor:
+        if call.output == "logits":
+            return self._logits_of_ranks(made)
+        return self._sum_of_ranks(made) if call.weights[0][0] in self._shard.summed else made
 
     def _sum_of_ranks(self, summand: Tensor) -> Tensor:
         torch.distributed.all_reduce(summand)

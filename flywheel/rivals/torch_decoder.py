@@ -5,56 +5,63 @@ gate and up, a static KV cache, and `scaled_dot_product_attention` over the fill
 constants of the step, so a captured or compiled step has slices of fixed shape. It shares the oracle's weights and none
 of its code. Quantised weights are multiplied in one of the forms of `products`, or dequantised.
 
-Source: meta-pytorch/gpt-fast, `model.py`; huggingface/transformers, `modeling_rope_utils.py` (`llama3`).
+Source: meta-pytorch/gpt-fast, `model.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
-from flywheel.ir import DType
+from flywheel.ir import DType, InstructionKind
+from flywheel.models.calls import Call, calls_of
+from flywheel.models.decoder import decode_step
 from flywheel.models.eager import LayerCache
+from flywheel.models.forward import as_heads, compute_plain, frequencies_of, rope_key, rope_turns, rotate, run_calls
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_of
-from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, layer_weight_key, model_weight_key
-from flywheel.rivals.lineup import Form
+from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
+from flywheel.rivals.lineup import JOINED, Form
 from flywheel.rivals.products import Coded, Matrix, join, multiply, parts_of, tile
 from flywheel.tensors import TORCH_DTYPES
 
+_K = InstructionKind
 
-@dataclass(frozen=True, slots=True)
-class FusedLayer:
-    """A layer's weights: `qkv` [q_width + 2 kv_width, hidden], `gate_up` [2 intermediate, hidden]; None if the family
-    has no such weight."""
 
-    input_norm: Tensor
-    qkv: Matrix
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Matrix
-    post_attention_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
+class BoundCall(NamedTuple):
+    """A call with what it reads beside activations: a product's matrix, and `tensors`: a bias, a norm's weight, the
+    embedding table, or a rotation's cosines and sines."""
+
+    call: Call
+    matrix: Matrix | None
+    tensors: tuple[Tensor, ...]
+
+
+BoundBlock: TypeAlias = tuple[BoundCall, ...]
+"""A block's calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedWeights:
-    """A model's weights on one device. `head` is `embed` if they are tied and it is not quantised."""
+    """A model's calls with their weights, on one device."""
 
-    embed: Tensor
-    layers: tuple[FusedLayer, ...]
-    final_norm: Tensor
-    head: Matrix
+    prologue: BoundBlock
+    layers: tuple[BoundBlock, ...]
+    epilogue: BoundBlock
+
+    @property
+    def embed(self) -> Tensor:
+        """The embedding table."""
+        return self.prologue[0].tensors[0]
 
 
 def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeights:
@@ -65,39 +72,30 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     `form` must be one that `lineup.refusal` accepts. It stores quantised matrices whole (dequantised, rounded to that
     dtype), as codes, as tiles, as words, or as layers. Raises KernelCompileError for layers that do not compile.
     """
-    embed = weights[model_weight_key(spec, "embed")]
+    tied = spec.tied_head and codes_of(MODEL_WEIGHT_KEYS["lm_head"]) not in weights
+    graph = decode_step(replace(spec, tied_head=tied), 1, DType.BF16)  # of any context and type
+    table = weights[model_weight_key(spec, "embed")]
 
-    def stored(*keys: str) -> Matrix:
+    def matrix(keys: Sequence[str]) -> Matrix:
         if form != "whole" and codes_of(keys[0]) in weights:
-            coded = join([_coded(weights, key) for key in keys])
-            return _in_form(coded, form, embed.dtype)
-        parts = [_whole(weights, key, embed.dtype) for key in keys]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return _in_form(join([_coded(weights, key) for key in keys]), form, table.dtype)
+        return _stacked([_whole(weights, key, table.dtype) for key in keys])
 
-    def of(layer: int, *roles: str) -> Matrix:
-        return stored(*(layer_weight_key(role, layer) for role in roles))
+    def held(call: Call, layer: int) -> BoundCall:
+        operands = [[key.format(i=layer) for key in keys] for keys in call.weights]
+        if call.kind is _K.EMBED:
+            return BoundCall(call, None, (table,))
+        made = matrix(operands.pop(0)) if call.kind is _K.GEMV_TILE else None
+        return BoundCall(call, made, tuple([_stacked([weights[key].detach() for key in keys]) for keys in operands]))
 
-    def vector(layer: int, *roles: str) -> Tensor:
-        parts = [weights[layer_weight_key(role, layer)].detach() for role in roles]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    prologue, *kinds, epilogue = (calls_of(graph, block, JOINED) for block in graph.blocks)
+    layers = [[held(call, layer) for call in kinds[kind]] for layer, kind in enumerate(graph.order)]
+    first, last = ([held(call, 0) for call in calls] for calls in (prologue, epilogue))
+    return FusedWeights(tuple(first), tuple(map(tuple, layers)), tuple(last))
 
-    def layer(i: int) -> FusedLayer:
-        return FusedLayer(
-            input_norm=vector(i, "input_norm"),
-            qkv=of(i, "q_proj", "k_proj", "v_proj"),
-            qkv_bias=vector(i, "q_bias", "k_bias", "v_bias") if spec.qkv_bias else None,
-            q_norm=vector(i, "q_norm") if spec.qk_norm else None,
-            k_norm=vector(i, "k_norm") if spec.qk_norm else None,
-            output=of(i, "o_proj"),
-            post_attention_norm=vector(i, "post_attention_norm"),
-            gate_up=of(i, "gate_proj", "up_proj"),
-            down=of(i, "down_proj"),
-        )
 
-    own = MODEL_WEIGHT_KEYS["lm_head"]
-    head = own if codes_of(own) in weights else model_weight_key(spec, "lm_head")
-    final_norm = weights[model_weight_key(spec, "final_norm")]
-    return FusedWeights(embed, tuple(layer(i) for i in range(spec.n_layers)), final_norm, stored(head))
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _in_form(coded: Coded, form: Form, dtype: torch.dtype) -> Matrix:
@@ -114,14 +112,11 @@ def _in_form(coded: Coded, form: Form, dtype: torch.dtype) -> Matrix:
 
 def bytes_read(weights: FusedWeights) -> int:
     """Bytes of weights that a step reads: all, but only one row of an embedding that is not also the head."""
-    head, embed = weights.head, weights.embed
-    parts = [*parts_of(head), weights.final_norm]
-    if not isinstance(head, Tensor) or head.data_ptr() != embed.data_ptr():
-        parts.append(embed[0])
-    for layer in weights.layers:
-        for each in fields(layer):
-            own = getattr(layer, each.name)
-            parts += () if own is None else parts_of(own)
+    table, parts = weights.embed, []
+    for each in chain(*weights.layers, weights.epilogue):
+        parts += [*(() if each.matrix is None else parts_of(each.matrix)), *each.tensors]
+    if all(part.data_ptr() != table.data_ptr() for part in parts):
+        parts.append(table[0])
     return sum(part.nbytes for part in parts)
 
 
@@ -156,7 +151,6 @@ class TorchDecoder:
         self.dtype = dtype
         self.context = context
         self.batch = batch
-        self._weights = weights
         self._attend = _attend_inline if inline_attention else _attend
         device = weights.embed.device
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -166,9 +160,17 @@ class TorchDecoder:
             return torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
 
         # Tensors of their own: writes to views of one tensor would make a compiled step copy all of it.
-        self._layers = [(layer, empty(), empty()) for layer in weights.layers]
-        # [context, 1, head_dim] each; the sine of the lower half is negated, as `_rotate` wants it.
-        self._cosines, self._sines = (table[:, None].to(device) for table in rope_tables(spec, context))
+        self._caches = [(empty(), empty()) for _ in weights.layers]
+        turns = {  # [context, 1, head_dim] each
+            key: tuple([table.to(device) for table in rope_turns(torch.arange(context), each)])
+            for key, each in frequencies_of(each.call for each in chain(*weights.layers)).items()
+        }
+        self._prologue, self._epilogue = weights.prologue, weights.epilogue
+
+        def turned(held: BoundCall) -> BoundCall:
+            return held._replace(tensors=turns[rope_key(held.call.params)]) if held.call.kind is _K.ROPE else held
+
+        self._layers = [tuple(map(turned, block)) for block in weights.layers]
 
     def step(self, token_id: int, position: int) -> Step:
         """See `DecodeSession.step`. Logits are float32."""
@@ -194,8 +196,8 @@ class TorchDecoder:
                 f"{self.spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
                 f"{self.spec.n_layers} layers, up to {self.context} positions"
             )
-        for (_, keys, values), sides in zip(self._layers, layers, strict=True):
-            for mine, side in zip((keys, values), sides, strict=True):
+        for own, sides in zip(self._caches, layers, strict=True):
+            for mine, side in zip(own, sides, strict=True):
                 mine[row].fill_(torch.nan)
                 mine[row, :, :length].copy_(side.transpose(0, 1))
 
@@ -205,54 +207,42 @@ class TorchDecoder:
 
         Reads nothing on the host, so that it can be captured in a CUDA graph.
         """
-        eps, width = self.spec.norm_eps, (self.spec.hidden,)
-        turn = self._cosines[position], self._sines[position]
-        x = embedding(self.token, self._weights.embed)
-        for index, (layer, keys, values) in enumerate(self._layers):
-            normed = rms_norm(x, width, layer.input_norm, eps)
-            own_turn = turn if self.spec.has_rope(index) else None
-            x = x + self._sum_of_ranks(self._attention(normed, layer, keys, values, position, own_turn))
-            gate, up = multiply(rms_norm(x, width, layer.post_attention_norm, eps), layer.gate_up).chunk(2, -1)
-            x = x + self._sum_of_ranks(multiply(silu(gate) * up, layer.down))
-        own = multiply(rms_norm(x, width, self._weights.final_norm, eps), self._weights.head)
-        logits = self._logits_of_ranks(own)
-        return logits, logits.argmax(-1)
+        x = self._run(self._prologue, {"token_id": self.token}, (), position)["x_out"]
+        for layer, caches in zip(self._layers, self._caches, strict=True):
+            x = self._run(layer, {"x": x}, caches, position)["x_out"]
+        made = self._run(self._epilogue, {"x": x}, (), position)
+        return made["logits"], made["next_token"]
 
-    def _sum_of_ranks(self, summand: Tensor) -> Tensor:
-        """The sum over ranks of a product's partial sums [batch, hidden]. Here there is one rank."""
-        return summand
+    def _run(
+        self, block: BoundBlock, values: dict[str, Tensor], caches: Sequence[Tensor], position: int
+    ) -> dict[str, Tensor]:
+        """Run a block with its layer's keys and values [batch, n_kv_heads, context, head_dim], if it is a layer."""
 
-    def _logits_of_ranks(self, logits: Tensor) -> Tensor:
-        """The logits of the whole vocabulary, gathered from all ranks in order. Here there is one rank."""
-        return logits
+        def compute(place: int, inputs: Sequence[Tensor]) -> Tensor | None:
+            call, matrix, tensors = block[place]
+            match call.kind:
+                case _K.GEMV_TILE:
+                    assert matrix is not None
+                    return self._across_ranks(call, _project(inputs[0], matrix, *tensors))
+                case _K.ROPE:
+                    cosine, sine = tensors
+                    return rotate(inputs[0], cosine[position], sine[position])
+                case _K.KV_APPEND:
+                    for mine, new in zip(caches, inputs, strict=True):
+                        mine[:, :, position] = as_heads(new, self.spec.head_dim)
+                    return None
+                case _K.ATTENTION_TILE:
+                    keys, values = (each[:, :, : position + 1] for each in caches)
+                    q = as_heads(inputs[0], self.spec.head_dim).to(keys.dtype)
+                    return self._attend(q[:, :, None], keys, values).flatten(1)
+                case _:
+                    return compute_plain(call, inputs, tensors)
 
-    def _attention(
-        self,
-        x: Tensor,
-        layer: FusedLayer,
-        keys: Tensor,
-        values: Tensor,
-        position: int,
-        turn: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """x: [batch, hidden], normalised -> the same shape. keys, values: [batch, n_kv_heads, context, head_dim].
-        `turn` is (cosines, sines) of the layer's RoPE, if it has one."""
-        spec = self.spec
-        heads = _project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
-        q, k, v = torch.split(heads, [spec.n_heads, spec.n_kv_heads, spec.n_kv_heads], 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, (spec.head_dim,), layer.q_norm, spec.norm_eps)
-            k = rms_norm(k, (spec.head_dim,), layer.k_norm, spec.norm_eps)
-            if turn is not None:
-                q, k = _rotate(q, *turn), _rotate(k, *turn)
-        elif turn is not None:
-            turned = _rotate(heads[:, : spec.n_heads + spec.n_kv_heads], *turn)
-            q, k = torch.split(turned, [spec.n_heads, spec.n_kv_heads], 1)
-        keys[:, :, position] = k
-        values[:, :, position] = v
-        seen = slice(position + 1)
-        mixed = self._attend(q.to(x.dtype)[:, :, None], keys[:, :, seen], values[:, :, seen])
-        return multiply(mixed.reshape(len(x), spec.q_width), layer.output)
+        return run_calls([each.call for each in block], values, compute)
+
+    def _across_ranks(self, call: Call, made: Tensor) -> Tensor:
+        """A product's result [batch, width], from what each rank makes of it. Here there is one rank."""
+        return made
 
 
 def steps_of(logits: Tensor, tokens: Tensor) -> list[Step]:
@@ -260,31 +250,7 @@ def steps_of(logits: Tensor, tokens: Tensor) -> list[Step]:
     return [Step(row, int(token)) for row, token in zip(logits.float(), tokens, strict=True)]
 
 
-def rope_tables(spec: DecoderSpec, context: int) -> tuple[Tensor, Tensor]:
-    """(cosines, signed sines) float32 [context, head_dim], on the CPU, of rotate-half RoPE: the sine of a lower half is
-    negated."""
-    step = 2.0 * math.log(spec.rope_theta) / spec.head_dim
-    frequencies = [math.exp(-step * pair) for pair in range(spec.head_dim // 2)]
-    angles = torch.outer(torch.arange(context).float(), torch.tensor([_scaled(spec, f) for f in frequencies]))
-    return angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
-
-
-def _scaled(spec: DecoderSpec, frequency: float) -> float:
-    """Llama 3's frequency: kept, divided by the factor, or between the two."""
-    scaling = spec.rope_scaling
-    if scaling is None:
-        return frequency
-    wavelength = 2 * math.pi / frequency
-    if wavelength < scaling.original_max_position / scaling.high_freq_factor:
-        return frequency
-    if wavelength > scaling.original_max_position / scaling.low_freq_factor:
-        return frequency / scaling.factor
-    turns = scaling.original_max_position / wavelength
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
-
-
-def _project(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+def _project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x times the transposed weight. A compiler turns a product with one row into its own reduction, but not if it has
     a bias."""
     if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
@@ -305,10 +271,3 @@ def _attend_inline(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     scores = (grouped * keys[:, :, None]).sum(-1)
     mixed: Tensor = (scores.softmax(-1)[..., None] * values[:, :, None]).sum(-2)
     return mixed.to(q.dtype).view(q.shape)
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x: [batch, heads, head_dim] -> the same, turned, in float32. cosine, sine: float32 [1, head_dim]."""
-    halves = x.reshape(*x.shape[:-1], 2, -1).flip(-2).flatten(-2)
-    turned: Tensor = torch.addcmul(x * cosine, halves, sine)
-    return turned

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import pytest
 import torch
 from captured import Capturing
 from effort import pairs, sample
 from interpreted import interpret
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flywheel.decode.session import Step
 from flywheel.errors import UsageError
@@ -16,7 +19,7 @@ from flywheel.ir import DType
 from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
-from flywheel.models.eager import EagerDecoder, OracleWeights, rope_frequencies
+from flywheel.models.eager import EagerDecoder, OracleWeights
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import quantise, quantised
@@ -24,7 +27,7 @@ from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
 from flywheel.models.weights import random_weights
 from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
 from flywheel.rivals.products import Coded, multiply
-from flywheel.rivals.torch_decoder import TorchDecoder, bytes_read, fuse, rope_tables, steps_of
+from flywheel.rivals.torch_decoder import BoundBlock, BoundCall, TorchDecoder, bytes_read, fuse, steps_of
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48
@@ -48,6 +51,12 @@ def pair(
     weights = random_weights(spec, 3, TORCH_DTYPES[dtype])
     oracle = EagerDecoder(spec, weights, TORCH_DTYPES[dtype], CONTEXT)
     return TorchDecoder(spec, fuse(spec, weights), dtype, CONTEXT, inline, batch), oracle
+
+
+def held(block: BoundBlock, operation: str) -> BoundCall:
+    """The call that has an operation, with its weights."""
+    (found,) = (each for each in block if operation in each.call.names)
+    return found
 
 
 def judge_of(spec: DecoderSpec, dtype: DType, positions: Sequence[int], batch: int = 1, seed: int = 5) -> Judge:
@@ -96,7 +105,7 @@ def coded(case: tuple[Form, str, str], batch: int) -> tuple[TorchDecoder, Judge]
     weights = quantised(spec, plain, formats, dtype)
     judge = Judge(OracleWeights(spec, weights, TORCH_DTYPES[dtype]), dtype, CONTEXT, (0, 24, 47), batch, 5)
     fused = fuse(spec, weights, form)
-    assert not isinstance(fused.layers[0].qkv, torch.Tensor)
+    assert not isinstance(held(fused.layers[0], "q_proj").matrix, torch.Tensor)
     return TorchDecoder(spec, fused, dtype, CONTEXT, False, batch), judge
 
 
@@ -258,6 +267,34 @@ def test_a_cuda_graph_can_capture_the_step(spec: DecoderSpec, inline: bool) -> N
         decoder.forward(40)
 
 
+class Counting(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.counts[operation.name().removeprefix("aten::")] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@each_spec
+def test_a_step_launches_one_product_for_qkv_and_one_for_gate_and_up_and_copies_nothing(spec: DecoderSpec) -> None:
+    decoder, _ = pair(spec, DType.BF16)
+    with Counting() as counting, torch.no_grad():
+        decoder.forward(40)
+    turned = sum(map(spec.has_rope, range(spec.n_layers))) * (1 + spec.qk_norm)
+    wanted = {"mm": 4, "silu": 1, "add.Tensor": 2, "copy_": 2, "cat": 0, "clone": 0, "stack": 0}
+    if spec.qkv_bias:
+        wanted |= {"mm": 3, "addmm": 1}
+    wanted = {name: count * spec.n_layers for name, count in wanted.items()}
+    wanted |= {"mm": wanted["mm"] + 1, "embedding": 1, "argmax": 1, "flip": turned, "addcmul": turned}
+    assert {name: counting.counts[name] for name in wanted} == wanted
+
+
 def test_a_wrong_cache_fails_the_verdict() -> None:
     decoder, _ = pair(LLAMA)
     judge = judge_of(LLAMA, DType.F32, (0, 7, 40))
@@ -278,27 +315,22 @@ def test_products_with_the_same_vector_are_one_and_the_rest_is_shared() -> None:
     weights = random_weights(spec, 3, torch.float32)
     fused = fuse(spec, weights)
     layer = fused.layers[1]
-    assert layer.qkv.shape == (spec.q_width + 2 * spec.kv_width, spec.hidden)
-    assert layer.gate_up.shape == (2 * spec.intermediate, spec.hidden)
-    assert layer.qkv_bias is not None
-    assert torch.equal(layer.qkv_bias[-spec.kv_width :], weights["model.layers.1.self_attn.v_proj.bias"])
-    assert layer.down.data_ptr() == weights["model.layers.1.mlp.down_proj.weight"].data_ptr()
-    assert fused.head.data_ptr() == weights["lm_head.weight"].data_ptr()
+    qkv, gate_up, down = (held(layer, name).matrix for name in ("k_proj", "up_proj", "down_proj"))
+    (bias,), head = held(layer, "v_proj").tensors, held(fused.epilogue, "lm_head").matrix
+    for each in (qkv, gate_up, down, head):
+        assert isinstance(each, torch.Tensor)
+    assert qkv.shape == (spec.q_width + 2 * spec.kv_width, spec.hidden)
+    assert gate_up.shape == (2 * spec.intermediate, spec.hidden)
+    assert torch.equal(bias[-spec.kv_width :], weights["model.layers.1.self_attn.v_proj.bias"])
+    assert down.data_ptr() == weights["model.layers.1.mlp.down_proj.weight"].data_ptr()
+    assert head.data_ptr() == weights["lm_head.weight"].data_ptr()
 
 
 def test_a_tied_head_is_the_table() -> None:
     fused = fuse(SPECS[1], random_weights(SPECS[1], 3, torch.float32))
-    assert fused.head.data_ptr() == fused.embed.data_ptr()
-
-
-@pytest.mark.parametrize("name", CATALOG)
-def test_angles_are_the_oracles_for_every_known_model(name: str) -> None:
-    spec = CATALOG[name]
-    cosines, sines = rope_tables(spec, 64)
-    angles = torch.outer(torch.arange(64).float(), rope_frequencies(spec))
-    torch.testing.assert_close(cosines, angles.cos().repeat(1, 2), atol=1e-5, rtol=0.0)
-    torch.testing.assert_close(sines[:, spec.head_dim // 2 :], angles.sin(), atol=1e-5, rtol=0.0)
-    assert torch.equal(sines[:, : spec.head_dim // 2], -sines[:, spec.head_dim // 2 :])
+    head = held(fused.epilogue, "lm_head").matrix
+    assert isinstance(head, torch.Tensor)
+    assert head.data_ptr() == fused.embed.data_ptr()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,0 +1,104 @@
+"""A forward pass in torch, call by call: what prefill and the rivals compute, each with products, attention and caches
+of its own. Source: huggingface/transformers, `modeling_rope_utils.py` (`llama3`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import pi
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm, silu
+
+from flywheel.ir import InstructionKind
+from flywheel.models.calls import Call, ColumnsOf
+
+_K = InstructionKind
+
+RopeKey: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+def run_calls(
+    calls: Sequence[Call], values: dict[str, Tensor], compute: Callable[[int, Sequence[Tensor]], Tensor | None]
+) -> dict[str, Tensor]:
+    """Run a block's calls. `values` [rows, width] are what it reads, by name; returns those that nothing in it reads.
+
+    `compute` takes the place of a call in `calls` and the call's inputs.
+    """
+    for place, call in enumerate(calls):
+        made = compute(place, [_read(values, columns) for columns in call.inputs])
+        for name in call.done:
+            del values[name]
+        if made is not None:
+            values[call.output] = made
+    return values
+
+
+def _read(values: Mapping[str, Tensor], columns: ColumnsOf) -> Tensor:
+    whole = values[columns.name]
+    own = columns.stop - columns.start
+    return whole if own == columns.width else whole.narrow(-1, columns.start, own)
+
+
+def compute_plain(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The result of an operation that everyone computes alike: neither a product, nor a rotation, nor attention, nor an
+    append. Norms use float32 inside."""
+    first = inputs[0]
+    match call.kind:
+        case _K.EMBED:
+            return embedding(first, weights[0])
+        case _K.RMSNORM:
+            width, eps = call.params["hidden"], call.params["eps"]
+            if width == first.shape[-1]:
+                return rms_norm(first, (width,), weights[0], eps)
+            return rms_norm(as_heads(first, width), (width,), weights[0], eps).flatten(-2)
+        case _K.SILU_MUL:
+            return silu(first) * inputs[1]
+        case _K.ADD:
+            return inputs[1] + first
+        case _K.SAMPLE_ARGMAX:
+            return first.argmax(-1)
+        case _:
+            raise AssertionError(f"{call.names[0]}: {call.kind.name} has no torch function")
+
+
+def rope_key(params: Mapping[str, Any]) -> RopeKey:
+    """A rotation's params as a key."""
+    return tuple(sorted(params.items()))
+
+
+def frequencies_of(calls: Iterable[Call]) -> dict[RopeKey, Tensor]:
+    """Of each kind of rotation, the radians per position [head_dim / 2], float32, on the CPU."""
+    return {rope_key(call.params): _frequencies(call.params) for call in calls if call.kind is _K.ROPE}
+
+
+def _frequencies(params: Mapping[str, Any]) -> Tensor:
+    frequencies: Tensor = 1.0 / params["theta"] ** (torch.arange(0, params["head_dim"], 2).float() / params["head_dim"])
+    if "rope_factor" not in params:
+        return frequencies
+    turns = params["rope_original_max_position"] / (2 * pi / frequencies)  # within the original context
+    low, high = params["rope_low_freq_factor"], params["rope_high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    scaled: Tensor = (1 - kept) * frequencies / params["rope_factor"] + kept * frequencies
+    return scaled
+
+
+def rope_turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """(cosines, signed sines) [positions, 1, head_dim], float32, of rotate-half RoPE. The sines of lower halves are
+    negated."""
+    angles = positions[:, None].float() * frequencies
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.cat((cosine, cosine), -1)[:, None], torch.cat((-sine, sine), -1)[:, None]
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """RoPE of x [rows, heads * head_dim] by `rope_turns` [rows or 1, 1, head_dim] -> the same shape, float32."""
+    heads = as_heads(x, cosine.shape[-1])
+    halves = heads.view(*heads.shape[:-1], 2, -1).flip(-2).flatten(-2)
+    return torch.addcmul(heads * cosine, halves, sine).flatten(-2)
+
+
+def as_heads(x: Tensor, head_dim: int) -> Tensor:
+    """A view of x [rows, heads * head_dim] as [rows, heads, head_dim]."""
+    return x.view(len(x), -1, head_dim)

@@ -1,0 +1,50 @@
+"""What prefill and the rivals compute alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flywheel.ir import DType, InstructionKind
+from flywheel.models.calls import Call, calls_of
+from flywheel.models.catalog import CATALOG
+from flywheel.models.decoder import decode_step
+from flywheel.models.eager import rope_frequencies
+from flywheel.models.forward import compute_plain, frequencies_of, rope_turns, rotate
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_angles_are_the_oracles_for_every_known_model(name: str) -> None:
+    spec = CATALOG[name]
+    graph = decode_step(spec, 1, DType.BF16)
+    found = frequencies_of(call for block in graph.kinds for call in calls_of(graph, block, frozenset()))
+    (frequencies,) = found.values()
+    assert torch.equal(frequencies, rope_frequencies(spec))
+    cosines, sines = rope_turns(torch.arange(64), frequencies)
+    angles, half = torch.outer(torch.arange(64).float(), frequencies), spec.head_dim // 2
+    assert torch.equal(cosines[:, 0], angles.cos().repeat(1, 2))
+    assert torch.equal(sines[:, 0, half:], angles.sin())
+    assert torch.equal(sines[:, 0, :half], -angles.sin())
+
+
+def test_a_rotation_turns_pairs_half_a_head_apart() -> None:
+    x = torch.randn(3, 2 * 8)
+    cosines, sines = rope_turns(torch.tensor([0, 5, 9]), torch.tensor([1.0, 0.5, 0.25, 0.125]))
+    made = rotate(x, cosines, sines).view(3, 2, 8)
+    angles = torch.outer(torch.tensor([0.0, 5.0, 9.0]), torch.tensor([1.0, 0.5, 0.25, 0.125]))[:, None]
+    low, high = x.view(3, 2, 8).chunk(2, -1)
+    turned = torch.complex(low, high) * torch.polar(torch.ones(()), angles)
+    torch.testing.assert_close(made, torch.cat((turned.real, turned.imag), -1))
+
+
+def test_a_norm_narrower_than_its_input_is_of_each_head() -> None:
+    x, weight = torch.randn(2, 3 * 4), torch.randn(4)
+    call = Call(InstructionKind.RMSNORM, ("q_norm",), {"hidden": 4, "eps": 1e-6}, (), (), "q_normed")
+    made = compute_plain(call, [x], [weight]).view(2, 3, 4)
+    heads = x.view(2, 3, 4)
+    torch.testing.assert_close(made, heads * (heads.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight)
+
+
+def test_an_operation_without_a_torch_function_is_named() -> None:
+    with pytest.raises(AssertionError, match="glue: GELU has no torch function"):
+        compute_plain(Call(InstructionKind.GELU, ("glue",), {}, (), (), "x"), [torch.ones(1)], [])
