@@ -325,7 +325,7 @@ def _lower(chosen: Sequence[Chosen]) -> tuple[list[LoweredWorkload], list[UnfitW
     GPU)."""
     from flywheel.decode.notes import Note
     from flywheel.lowering.lower import lower
-    from flywheel.plan import program_id
+    from flywheel.plan import is_another, program_id
     from flywheel.vm.pack import pack_any
 
     lowered, refused = [], []
@@ -339,7 +339,7 @@ def _lower(chosen: Sequence[Chosen]) -> tuple[list[LoweredWorkload], list[UnfitW
             continue
         made = program_id(program)
         notes = each.notes
-        if origin.get("program_id") not in (None, made):
+        if is_another(origin.get("program_id"), made):
             told = "this version lowers the config to a program that was not measured"
             notes += (Note("another-program", f"{_work(workload)}: {told}"),)
         lowered.append(LoweredWorkload(workload, program, {**origin, "program_id": made}, notes))

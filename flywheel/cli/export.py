@@ -293,11 +293,11 @@ def _lowered(workload: Workload, config: ScheduleConfig, record: TrialRecord | N
     """The program of a config as text. Raises StoreError where it is not the one of its row."""
     from flywheel.ir import program_pieces
     from flywheel.lowering.lower import lower
-    from flywheel.plan import program_id
+    from flywheel.plan import is_another, program_id
 
     program = lower(workload.graph, config, workload.target)
     made = program_id(program)
-    if record is not None and made != record.program_id:
+    if record is not None and is_another(record.program_id, made):
         raise StoreError(
             f"trial {record.trial} of campaign {record.campaign!r}: this version lowers its config to program {made}, "
             f"the row has {record.program_id}; search again with --fresh"

@@ -28,7 +28,7 @@ from flywheel.cli.options import (
 from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table, size, us, us_of
 from flywheel.errors import UnknownNameError, UsageError
 from flywheel.ir import MegakernelProgram
-from flywheel.plan import program_id
+from flywheel.plan import is_another, program_id
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _notes_of_another(program: MegakernelProgram, schedule: Schedule | None) -> 
     """The note of a program that is not the one that the schedule was exported with."""
     from flywheel.decode.notes import Note
 
-    if schedule is None or schedule.program_id in (None, program_id(program)):
+    if schedule is None or not is_another(schedule.program_id, program_id(program)):
         return ()
     text = f"not the schedule's program {schedule.program_id}: an option or this version changes it"
     return (Note("another-program", text),)

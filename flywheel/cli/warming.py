@@ -15,7 +15,7 @@ from typing import Final
 from flywheel.cli.text import note
 from flywheel.sealed import open_plain, read_plain
 
-ENTRIES: Final = (("lowering/spreading.py", "_deal"), ("plan/digits.py", "_write"), ("cost_model/events.py", "run"))
+ENTRIES: Final = (("lowering/spreading.py", "_deal"), ("cost_model/events.py", "run"))
 """(source, function) of the compiled functions that Python calls; the rest are inlined there."""
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]

@@ -26,11 +26,11 @@ def index_of(behind: int) -> str:
     return f"{{i+{behind}}}" if behind else "{i}"
 
 
-def split_at_index(text: str) -> tuple[str, int, str] | None:
-    """(what comes before the number of a layer, how far the layer is behind the template's first, what follows); None
-    where a text has no such number."""
-    found = _INDEX.search(text)
-    return None if found is None else (text[: found.start()], int(found[1] or 0), text[found.end() :])
+def split_at_indices(text: str) -> tuple[list[str], list[int]]:
+    """(what stands before, between and after the numbers of layers in a text, how far each of these layers is behind
+    the template's first)."""
+    parts = _INDEX.split(text)
+    return parts[::2], [int(each or 0) for each in parts[1::2]]
 
 
 def spell(text: str, first: int) -> str:

@@ -58,13 +58,17 @@ def as_runs(tasks: Sequence[Task]) -> Runs:
     """The tasks as runs: adjacent ones that differ only in params, costs, id and SM are one run."""
     if isinstance(tasks, Runs):
         return tasks
+    sms = array("q", [-1 if task.sm is None else task.sm for task in tasks])
+    return NumberedRuns(runs_of(tasks), sms, [task.id for task in tasks])
+
+
+def runs_of(tasks: Sequence[Task]) -> list[Run]:
+    """The runs of tasks: adjacent ones that differ only in params, costs, id and SM are in one run."""
     runs = []
     for (op, inputs, outputs, counter, waits, label, rank), alike in groupby(tasks, _shared):
         tiles = tuple([Tile(task.params, task.est_bytes, task.est_flops) for task in alike])
         runs.append(make_run(op, inputs, outputs, counter, waits, label, tiles, rank))
-    return NumberedRuns(
-        runs, array("q", [-1 if task.sm is None else task.sm for task in tasks]), [task.id for task in tasks]
-    )
+    return runs
 
 
 def _shared(task: Task) -> tuple[Any, ...]:

@@ -71,7 +71,9 @@ class TrialRecord:
     batch: Annotated[int, "sequences that one step decodes"]
     config: Annotated[str, "the ScheduleConfig as canonical JSON"]
     config_id: Annotated[str, "hash of the config"]
-    program_id: Annotated[str | None, "hash of the lowered program; absent where lowering refused the config"] = None
+    program_id: Annotated[
+        str | None, "version and hash of the lowered program; absent where lowering refused the config"
+    ] = None
     outcome: Annotated[str, "measured, predicted, rejected, incorrect, implausible, timed_out, crashed or no_memory"]
     reason: Annotated[str | None, "why the trial is neither measured nor predicted"] = None
     verdict_error: Annotated[

@@ -5,7 +5,7 @@ program's identity.
 layout alone.
 """
 
-from flywheel.plan.identity import program_id
+from flywheel.plan.identity import is_another, is_current, program_id
 from flywheel.plan.variant import KernelVariant, kernel_variant, variant_of
 
-__all__ = ["KernelVariant", "kernel_variant", "program_id", "variant_of"]
+__all__ = ["KernelVariant", "is_another", "is_current", "kernel_variant", "program_id", "variant_of"]

@@ -12,7 +12,7 @@ from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, tied_with, trials_of
-from flywheel.plan import program_id
+from flywheel.plan import is_another, program_id
 from flywheel.search.gains import Gains, gained
 from flywheel.search.knobs import Choice
 from flywheel.search.knowledge.known import Known, best_known
@@ -113,6 +113,6 @@ def _choice(space: Space, record: TrialRecord) -> Choice | None:
 
 def _schedule(workload: Workload, best: TrialRecord) -> TimedSchedule | None:
     program = lower(workload.graph, config_from_dict(json.loads(best.config)), workload.target)
-    if program_id(program) != best.program_id:
+    if is_another(best.program_id, program_id(program)):
         return None
     return TimedSchedule(program, tuple(timeline(program)), predict(program), MODEL_VERSION)

@@ -20,8 +20,8 @@ from flywheel.ir import (
     program_to_json,
 )
 from flywheel.ir.recipe import recipe_of
-from flywheel.plan import program_id, variant_of
-from flywheel.plan.identity import _variant_text
+from flywheel.plan import is_another, is_current, program_id, variant_of
+from flywheel.plan.identity import _choices
 
 Change = Callable[..., MegakernelProgram]
 
@@ -104,8 +104,16 @@ def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task:
 
 
 def test_ids_are_stable(tiny: MegakernelProgram) -> None:
-    assert program_id(tiny) == "eb8b05ad150bd261"
-    assert len(program_id(tiny)) == 16
+    assert program_id(tiny) == "2-780fce4c5a1ead27"
+
+
+def test_ids_of_another_version_are_not_compared(tiny: MegakernelProgram) -> None:
+    found = program_id(tiny)
+    assert is_current(found)
+    assert is_another("2-0123456789abcdef", found)
+    for stored in (found, "0123456789abcdef", "3-0123456789abcdef", None):
+        assert not is_another(stored, found)
+    assert not any(map(is_current, ("0123456789abcdef", "3-0123456789abcdef", None)))
 
 
 def test_every_field_of_a_variant_is_in_the_id_or_follows_from_what_is(tiny: MegakernelProgram) -> None:
@@ -115,7 +123,7 @@ def test_every_field_of_a_variant_is_in_the_id_or_follows_from_what_is(tiny: Meg
         value = getattr(variant, field.name)
         object.__setattr__(other, field.name, (*value, 1) if isinstance(value, tuple) else value + 1)
         follows = field.name in ("rows", "formats", "ranked")
-        assert (_variant_text(other) == _variant_text(variant)) == follows, field.name
+        assert (_choices(other) == _choices(variant)) == follows, field.name
 
 
 def test_text_that_utf8_cannot_hold_still_has_an_id(tiny: MegakernelProgram, with_buffer: Change) -> None:

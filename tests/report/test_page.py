@@ -340,9 +340,12 @@ def test_a_model_that_is_gone_leaves_out_what_needs_it(make_records: Records, ma
 def test_a_config_that_lowers_to_another_program_has_no_timeline(
     make_records: Records, make_campaign: Campaigns
 ) -> None:
-    facts = gather(make_campaign(), make_records(3))
+    records = make_records(3)
+    facts = gather(make_campaign(), [replace(record, program_id="2-0123456789abcdef") for record in records])
     assert facts.schedule is None
     assert "another program" in page(facts, None, "x")
+    older = gather(make_campaign(), records)  # whose ids do not say which programs they are of
+    assert older.schedule is not None
 
 
 @pytest.mark.parametrize("count", [0, 3])

@@ -22,7 +22,7 @@ from flywheel.measure.ceiling import Ceiling, PeerLink
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, trials_of
-from flywheel.plan import program_id
+from flywheel.plan import is_another, program_id
 from flywheel.process import no_collector
 from flywheel.search.knowledge.warm import identity_of, work_of
 from flywheel.search.workload import Workload, find_target
@@ -287,7 +287,7 @@ def _sample(workload: Workload, config: Config) -> Sample | None:
             program = _lower(workload, config)
         except ConfigError:
             return None
-        if config.program_id not in (None, program_id(program)):
+        if is_another(config.program_id, program_id(program)):
             return None
         floor = floor_us(weight_bytes_read(program), workload.target)
         return Sample(demand_of(program), floor, config.latency_us)

@@ -24,6 +24,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import LAYER_MATRICES
 from flywheel.models.sharding import local_spec
 from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
+from flywheel.plan import is_current
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of
@@ -249,7 +250,7 @@ def _rank(predictor: str, record: TrialRecord) -> tuple[bool, float, str, int]:
 
 def _answers(store: Store, record: TrialRecord, measure: str, predictor: str) -> bool:
     """Whether the store might answer a trial of the record's program with an earlier one, on any driver."""
-    if record.program_id is None or record.is_predicted is (measure == "cuda"):
+    if not is_current(record.program_id) or record.is_predicted is (measure == "cuda"):
         return False
     machine = {"kernels": kernels_id()} if measure == "cuda" else {}
     seen = store.seen(

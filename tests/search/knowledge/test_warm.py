@@ -209,6 +209,13 @@ def test_the_same_work_predicted_by_an_older_cost_model_is_the_nearest_start(sit
     assert (first.campaign, first.distance, second.campaign) == ("old", 0.0, "new")
 
 
+def test_the_same_work_in_rows_with_ids_of_before_is_a_start(site: Site) -> None:
+    site.search("new", on("h200"))
+    rows = [replace(record, program_id=f"{record.trial:016x}") for record in site.store.trials("new")]
+    site.add("old", HOME, "predict", rows)
+    assert choose_starts(site.store, make_space(HOME), "predict")[0].campaign == "old"
+
+
 def test_predictions_of_the_same_work_start_a_measured_campaign_of_it(site: Site) -> None:
     site.search("predicted")
     (start,) = choose_starts(site.store, make_space(HOME), "cuda")
