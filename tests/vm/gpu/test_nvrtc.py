@@ -97,8 +97,10 @@ def test_kernels_of_quantised_weights_spill_nothing(
     assert unfit(compile_variant(arch, threads, dtype, kernel_cache, rows=1, formats=formats)) == []
 
 
-def test_a_kernel_of_several_ranks_spills_nothing(kernel_cache: Path) -> None:
-    assert unfit(compile_variant("sm_90a", 512, DType.BF16, kernel_cache, rows=1, ranked=True)) == []
+@pytest.mark.parametrize("formats", [(), (7,)])
+def test_a_kernel_of_several_ranks_spills_nothing(kernel_cache: Path, formats: tuple[int, ...]) -> None:
+    kernel = compile_variant("sm_90a", 512, DType.BF16, kernel_cache, rows=1, formats=formats, ranked=True)
+    assert unfit(kernel) == []
 
 
 def test_every_target_has_an_architecture() -> None:
