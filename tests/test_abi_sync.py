@@ -62,6 +62,7 @@ CAPS = {
     "FW_MAX_X_SCALES": staging.MAX_X_SCALES,
     "FW_X_BLOCK": staging.X_BLOCK,
     "FW_WARP": variant.WARP,
+    "FW_BULK_COPY_ARCH": 900,
     "FW_FORMAT_SHIFT": abi.FORMAT_SHIFT,
     "FW_FORMAT_MASK": abi.FORMAT_MASK,
     "FW_TAIL_SHIFT": abi.TAIL_SHIFT,

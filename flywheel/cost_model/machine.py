@@ -40,9 +40,7 @@ from flywheel.cost_model.links import NVLINK, Link
 from flywheel.ir.dtype import DType
 from flywheel.ir.target import TARGETS, GpuTarget
 from flywheel.plan import KernelVariant
-
-BULK_COPY_ARCH: Final = 90
-"""First architecture whose loader can move a whole chunk with one instruction."""
+from flywheel.plan.kernels import BULK_COPY_ARCH
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,9 @@ ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
 )
 """`sm_arch` of a target -> the architecture that its kernels are compiled for."""
 
+BULK_COPY_ARCH: Final = 90
+"""First `sm_arch` whose loader can move a whole chunk with one instruction."""
+
 USUAL: Final = (_K.GEMV_TILE, _K.GEMM_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE)
 """What most steps of a decoder are, the most frequent first, those of one micro-kernel together."""
 

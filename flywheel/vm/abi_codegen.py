@@ -97,6 +97,7 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_MAX_X_SCALES": MAX_X_SCALES,
         "FW_X_BLOCK": X_BLOCK,
         "FW_WARP": WARP,
+        "FW_BULK_COPY_ARCH": 10 * kernels.BULK_COPY_ARCH,
         "FW_FORMAT_SHIFT": abi.FORMAT_SHIFT,
         "FW_FORMAT_MASK": abi.FORMAT_MASK,
         "FW_TAIL_SHIFT": abi.TAIL_SHIFT,

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
-from flywheel.cost_model.machine import BULK_COPY_ARCH
 from flywheel.errors import StoreError, UnknownNameError, UnsupportedModelError
 from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
@@ -25,6 +24,7 @@ from flywheel.models.formats import LAYER_MATRICES
 from flywheel.models.sharding import local_spec
 from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
 from flywheel.plan import is_current
+from flywheel.plan.kernels import BULK_COPY_ARCH
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of

@@ -52,6 +52,7 @@ typedef uint32_t amk_counter_t;
 #define FW_MAX_X_SCALES 128
 #define FW_X_BLOCK 256
 #define FW_WARP 32
+#define FW_BULK_COPY_ARCH 900
 #define FW_FORMAT_SHIFT 8
 #define FW_FORMAT_MASK 255
 #define FW_TAIL_SHIFT 4

@@ -4,7 +4,7 @@
 #include "numeric.cuh"
 #include "ring.cuh"
 
-constexpr int WARP = 32;
+constexpr int WARP = FW_WARP;
 constexpr int WARPS = FW_THREADS / WARP;
 constexpr int MATRIX_WARPS = FW_MATRIX_WARPS;
 constexpr int VECTOR_WARPS = WARPS - 2 - MATRIX_WARPS;

@@ -66,7 +66,7 @@ constexpr uint32_t ODD_CODES = 0x00f000f0;
 
 // Four E4M3 floats, as two pairs of F16.
 __device__ __forceinline__ void e4m3_to_f16(uint32_t q, uint32_t& first, uint32_t& second) {
-#if __CUDA_ARCH__ >= 890
+#if FW_CONVERTS_E4M3
     asm("{ .reg .b16 low, high;\n"
         "mov.b32 {low, high}, %2;\n"
         "cvt.rn.f16x2.e4m3x2 %0, low;\n"

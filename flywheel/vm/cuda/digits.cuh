@@ -76,11 +76,11 @@ struct BlockScale {
 // Of two pairs of elements, the larger size of each, with any sign; NaN where one is.
 __device__ __forceinline__ uint32_t larger_sizes(uint32_t a, uint32_t b) {
     uint32_t sizes;
-#if FW_DTYPE == AMK_DTYPE_F16 && __CUDA_ARCH__ >= 860
+#if FW_DTYPE == AMK_DTYPE_F16 && FW_COMPARES_SIZES
     asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a), "r"(b));
 #elif FW_DTYPE == AMK_DTYPE_F16
     asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));
-#elif __CUDA_ARCH__ >= 860
+#elif FW_COMPARES_SIZES
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a), "r"(b));
 #else
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(sizes) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));

@@ -21,9 +21,7 @@ __device__ __forceinline__ void init_barriers(Block& block) {
         barrier_init(&block.task_ready[i], WARP_ARRIVALS);
         barrier_init(&block.task_free[i], VECTOR_WARPS * WARP_ARRIVALS);
     }
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // before bulk copies may complete on them
-#endif
+    barriers_initialised();
 }
 
 // Launches alternate between two sets of counters; each clears the set of the next one.

@@ -36,9 +36,7 @@ extern "C" __global__ void __launch_bounds__(32) read_ring(const char* data, int
     if (lane == 0) {
         for (int slot = 0; slot < n_slots; slot++) barrier_init(&full[slot], FW_RING_ARRIVALS);
         aborted = 0;
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+        barriers_initialised();
     }
     __syncwarp();
     if (FW_RING_ARRIVALS == 1 && lane != 0) return;

@@ -112,8 +112,6 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2
 #endif
 }
 
-// Fragments loaded together, as registers allow.
-constexpr int ROUND = __CUDA_ARCH__ >= 900 && FW_THREADS <= (__CUDA_ARCH__ == 900 ? 512 : 448) ? 8 : 4;
 constexpr int CHAINS = 4;  // accumulators, so that products do not wait for each other
 constexpr int ROUND_BYTES = ROUND * FRAGMENT_BYTES;
 constexpr int FRAGMENT_X_BYTES = 16 * sizeof(element_t);

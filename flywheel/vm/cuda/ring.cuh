@@ -1,14 +1,14 @@
 // Weight prefetch: chunks of global memory into a ring of shared-memory slots, each with a full and an empty barrier.
-// From sm_90 on one thread issues bulk copies; before, a warp issues 16-byte asynchronous copies behind the same interface. With
+// Where the architecture can, one thread issues bulk copies; elsewhere a warp issues 16-byte asynchronous copies behind the same interface. With
 // FW_EVERY_THREAD a warp loads and stores: compute-sanitizer takes what a bulk copy writes for out of order with all that waits.
 #pragma once
 
 #include "sync.cuh"
 
-#if __CUDA_ARCH__ >= 900 && !defined(FW_EVERY_THREAD)
+#if FW_BULK_COPIES && !defined(FW_EVERY_THREAD)
 #define FW_RING_ARRIVALS 1
 #else
-#define FW_RING_ARRIVALS 32
+#define FW_RING_ARRIVALS FW_WARP
 #endif
 
 // A place in the ring: slot and the parity of its current round.
@@ -73,11 +73,11 @@ struct Ring {
     // By one thread a place, or where FW_RING_ARRIVALS says so by all lanes of the warp; `bytes` is a multiple of 512.
     __device__ __forceinline__ void fill(const RingPlace& place, const char* source, uint32_t bytes, int lane) const {
 #if defined(FW_EVERY_THREAD)
-        for (uint32_t offset = lane * 16; offset < bytes; offset += 32 * 16) {
+        for (uint32_t offset = lane * 16; offset < bytes; offset += FW_WARP * 16) {
             *reinterpret_cast<uint4*>(slot(place) + offset) = *reinterpret_cast<const uint4*>(source + offset);
         }
         barrier_arrive(&full[place.slot]);
-#elif __CUDA_ARCH__ >= 900
+#elif FW_BULK_COPIES
         uint32_t barrier = shared_address(&full[place.slot]);
         uint64_t policy;  // weights are read once a launch
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -90,7 +90,7 @@ struct Ring {
             : "memory");
 #else
         uint32_t target = shared_address(slot(place));
-        for (uint32_t offset = lane * 16; offset < bytes; offset += 32 * 16) {
+        for (uint32_t offset = lane * 16; offset < bytes; offset += FW_WARP * 16) {
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + offset), "l"(source + offset) : "memory");
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[place.slot])) : "memory");

@@ -1,7 +1,7 @@
 // The only code that touches counters, and the barriers inside a block. Source: docs/ir.md, "Device structs".
 #pragma once
 
-#include "abi.h"
+#include "arch.cuh"
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -93,6 +93,13 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
+// Behind the barriers that a thread has initialised, and before bulk copies may complete on them.
+__device__ __forceinline__ void barriers_initialised() {
+#if FW_BULK_COPIES
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -115,7 +122,7 @@ __device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity)
     uint32_t done;
     asm volatile(
         "{ .reg .pred p;\n"
-#if __CUDA_ARCH__ >= 900
+#if FW_BULK_COPIES
         "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
 #else
         "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"

@@ -36,8 +36,7 @@ struct Window {
 template <int D>
 struct Rows {
     static constexpr int COUNT = 16, CHUNKS = D / 32, SLICES = D / 64;
-    // Of V, with the keys; others once there are registers, of which ptxas leaves more on Hopper.
-    static constexpr int AHEAD = FW_THREADS <= 320 ? SLICES : __CUDA_ARCH__ == 900 || SLICES == 1 ? 1 : 0;
+    static constexpr int AHEAD = values_ahead(SLICES);
     uint4 k[2][CHUNKS], v[4][SLICES];
 
     // Row `first` of the window and those behind it; behind the last one that again.

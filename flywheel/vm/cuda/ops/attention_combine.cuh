@@ -152,7 +152,7 @@ FW_MICRO_KERNEL op_attention_combine(Vm vm, const amk_step_t& step) {
     const bool pairs = part.dtype == AMK_DTYPE_F32 && reinterpret_cast<uint64_t>(part.ptr) % 8 == 0;
     if (layout.head_dim % 2 == 0 && __all_sync(~0u, pairs)) {
         if (step.n_args <= 6) {  // as many as fit beside a weight and a residual
-            combine_pairs<6, __CUDA_ARCH__ == 900 ? 4 : 2>(vm, step, part, out, layout, row);
+            combine_pairs<6, HEADS_OF_FEW_PARTS>(vm, step, part, out, layout, row);
         } else {
             combine_pairs<AMK_MAX_INPUTS, 2>(vm, step, part, out, layout, row);
         }

@@ -10,7 +10,6 @@
 
 using NormGroup = Vec16<element_t>;
 
-constexpr int MOST_ROWS = FW_THREADS <= 640 ? 8 : 4;  // that a thread has under way at once: what there are registers for
 constexpr int NORM_ROWS = FW_ROWS == 2 || FW_ROWS == 4 ? FW_ROWS : MOST_ROWS;
 
 __device__ __forceinline__ float squares(const NormGroup& v) {

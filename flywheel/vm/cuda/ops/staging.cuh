@@ -60,7 +60,7 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
 template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const amk_step_t& step, int round) {
     constexpr int FRAGMENT_ROW = 16 * sizeof(element_t), COLUMNS = ROWS > 4 ? 1 : 8 / ROWS, STEP = VECTOR_THREADS * 16;
     constexpr int GROUPS = COLUMNS * ROWS;
-    constexpr bool AHEAD = FW_ROWS > 0 && FW_THREADS <= 512;  // where there are registers for both
+    constexpr bool AHEAD = FW_ROWS > 0 && HOLDS_SLICE;
     const Operand& x = vm.arg(step, 0);
     const int rows = FW_ROWS > 0 ? ROWS : step.as.product.rows, all = step.params.K * static_cast<int>(sizeof(element_t));
     const int each = step.as.product.kblocks * FRAGMENT_ROW, mine = vm.thread() * 16;
