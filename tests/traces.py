@@ -10,7 +10,7 @@ import numpy as np
 
 from flywheel.cost_model import timeline
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -56,7 +56,7 @@ def model_stamps(program: MegakernelProgram) -> tuple[PackedProgram, Stamps]:
 def multiplies(packed: PackedProgram, instruction: Any) -> bool:
     """Whether a task has a matrix step."""
     first = instruction["first_step"]
-    return bool(np.isin(packed.steps["op"][first : first + instruction["n_steps"]], list(MATRIX_OPS)).any())
+    return bool(np.isin(packed.steps["op"][first : first + instruction["n_steps"]], list(PRODUCTS)).any())
 
 
 @cache

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from flywheel.cost_model.gates import Gates, gates_of
 from flywheel.cost_model.units import Ints, Unit, Units, units_of
 from flywheel.ir import ABI_MAX_INPUTS, BufferKind, DType, InstructionKind, MegakernelProgram, Runs
+from flywheel.ir.operations import OPERATIONS, Effort
 from flywheel.ir.recipe import Input, Recipe
 from flywheel.plan import KernelVariant, variant_of
 from flywheel.plan.program import queues_of
@@ -24,19 +25,7 @@ Marks = npt.NDArray[np.bool_]
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
 """Kinds of inputs that `est_bytes` counts. All others are activations, read when the task starts."""
 
-_CLASSES: Final = MappingProxyType(
-    {
-        InstructionKind.GEMV_TILE: "products",
-        InstructionKind.GEMM_TILE: "products",
-        InstructionKind.RMSNORM: "norms",
-        InstructionKind.LAYERNORM: "norms",
-        InstructionKind.ATTENTION_TILE: "attentions",
-        InstructionKind.ATTENTION_COMBINE: "merges",
-    }
-)
-"""Operations with their own price. All others cost one step."""
-
-_MERGES: Final = frozenset(op for op, kind in _CLASSES.items() if kind == "merges")
+_EFFORTS: Final = MappingProxyType({op: row.effort for op, row in OPERATIONS.items()})
 _COPY: Final = InstructionKind.COPY
 _SUM: Final = InstructionKind.ALLREDUCE_SHARD
 _DEQUANT: Final = InstructionKind.DEQUANT
@@ -252,10 +241,13 @@ def _steps(task: Unit) -> _Steps:
         parts = {arg.number: numel for arg, numel in sources if isinstance(arg, Input) and arg not in whole}
     else:
         listed = [] if task.op is InstructionKind.NOP else [(task.op, len(task.inputs), task.params)]
-    tally = Counter(_CLASSES.get(op, "others") for op, _, _ in listed)
+    tally = Counter(_EFFORTS[op] for op, _, _ in listed)
     heads = task.params.get("n_heads", 1)
-    merged = sum(params.get("n_heads", heads) * operands for op, operands, params in listed if op in _MERGES)
+    merging = [each for each in listed if _EFFORTS[each[0]] is Effort.MERGE]
+    merged = sum(params.get("n_heads", heads) * operands for _, operands, params in merging)
     codes = tuple(sorted({DType(int(params["qdtype"])) for op, _, params in listed if op is _DEQUANT}))
-    others = tally["others"] - sum(op is _DEQUANT for op, _, _ in listed)
+    others = tally[Effort.STEP] - sum(op is _DEQUANT for op, _, _ in listed)
     sums = [op for op, _, _ in listed] == [_SUM]
-    return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], others, parts, codes, sums)
+    return _Steps(
+        tally[Effort.PRODUCT], tally[Effort.NORM], merged, tally[Effort.ATTENTION], others, parts, codes, sums
+    )  # fmt: skip

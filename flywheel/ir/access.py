@@ -18,16 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.ir.opcodes import InstructionKind, KvRows
-from flywheel.ir.operations import APPENDS, OPERATIONS, TILES
+from flywheel.ir.operations import APPENDS, OPERATIONS, PRODUCTS, TILES
 from flywheel.ir.recipe import Input, Output, recipe_steps
 from flywheel.ir.records import Buffer, Task
 
 Region = tuple[int, int]
 
-MATRIX_OPS: Final = TILES
-"""Ops that always write columns."""
-
-TILED_OPS: Final = MATRIX_OPS | {InstructionKind.FUSED}
+TILED_OPS: Final = TILES | {InstructionKind.FUSED}
 """Ops that write the columns `n_off`..`n_off + N_tile` of outputs[0] if their params name them."""
 
 WHOLE: Final[Region] = (0, 1 << 62)
@@ -103,10 +100,10 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
     """
     deep: dict[int, int] = {}  # the longest row for which an input has several rows
     rows: dict[int, int | None] = {}
-    gemv, gemm, fused = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
+    fused = InstructionKind.FUSED
     for task in tasks:
         op = task.op
-        if op is gemv or op is gemm:
+        if op in PRODUCTS:
             x = task.inputs[0]
             if x not in deep:
                 deep[x] = buffers[x].numel // 2
@@ -119,7 +116,7 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
         counts: dict[int, set[int]] = {number: set() for number in rows}
         for task in tasks:
             if task.outputs and task.outputs[0] in rows:
-                if task.op in MATRIX_OPS:
+                if task.op in PRODUCTS:
                     counts[task.outputs[0]].add(max(1, buffers[task.inputs[0]].numel // task.params["K"]))
                 elif task.op is fused and tile_rows(task.params) > 1:
                     counts[task.outputs[0]].add(tile_rows(task.params))

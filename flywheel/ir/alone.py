@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flywheel.ir.access import MATRIX_OPS, Region, tile
+from flywheel.ir.access import Region, tile
 from flywheel.ir.layers import LayeredTable, Layers, Span
 from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Input, Recipe, Scratch
 from flywheel.ir.records import Buffer, Wait
@@ -145,12 +146,12 @@ def _shifted(run: Run, start: int) -> Tiles:
 
 def _multiplied(run: Run, params: Mapping[str, Any]) -> list[int]:
     """The matrices of which a task multiplies the rows named by its columns."""
-    if run.op in MATRIX_OPS:
+    if run.op in PRODUCTS:
         return [run.inputs[1]]
     if run.op is not InstructionKind.FUSED:
         return []
     recipe: Recipe = params["recipe"]
     codes = {step.out: step.args[0] for step in recipe.steps if step.op is InstructionKind.DEQUANT}
-    matrices = [step.args[1] for step in recipe.steps if step.op in MATRIX_OPS]
+    matrices = [step.args[1] for step in recipe.steps if step.op in PRODUCTS]
     places = [codes.get(arg, arg) if isinstance(arg, Scratch) else arg for arg in matrices]
     return [run.inputs[arg.number] for arg in places if isinstance(arg, Input)]

@@ -8,7 +8,7 @@ from typing import Any, Final
 from flywheel.ir.access import Region, tile, tile_rows
 from flywheel.ir.dtype import DType
 from flywheel.ir.opcodes import InstructionKind
-from flywheel.ir.operations import operation_of
+from flywheel.ir.operations import ATTENTIONS, operation_of
 from flywheel.ir.recipe import Arg, Input, Scratch, Target, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.runs import Run
@@ -61,7 +61,7 @@ def _surely(
 ) -> list[Region]:
     """The elements that one operation surely reads: all, some columns, or none where they depend on numbers or the
     position."""
-    if op is _K.ATTENTION_TILE:  # with an empty window it reads no queries
+    if op in ATTENTIONS:  # with an empty window it reads no queries
         return []
     if operation_of(op, params).operand(place).part is None:
         return [(0, numel)]

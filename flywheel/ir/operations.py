@@ -2,8 +2,8 @@
 "Opcodes".
 
 Derived from it are the validator's bounds, the regions of the race proof, the operand checks of the reference VM, the
-counts of work, and the table in docs/ir.md. A new opcode is a row here, a function in vm/reference and a header in
-vm/cuda/ops.
+counts of work, what kernels do with an operation, its price, and the table in docs/ir.md. A new opcode is its number
+in opcodes.py, a row here, a function in vm/reference and a header in vm/cuda/ops.
 """
 
 from __future__ import annotations
@@ -60,6 +60,39 @@ class Operand:
     optional: bool = False
 
 
+class Effort(Enum):
+    """What an operation asks of an SM. Plans and prices treat operations of one effort alike."""
+
+    STEP = "step"
+    """One of the vector warps' steps like most others."""
+    NORM = "norm"
+    PRODUCT = "product"
+    """Matrix warps multiply streamed weights."""
+    ATTENTION = "attention"
+    """It takes the place of a staged operand and of partial sums for its own."""
+    MERGE = "merge"
+    """It merges partials of attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How the CUDA VM runs an operation: by the function `op_<name>` of `vm/cuda/ops/<name>.cuh`. The function `<name>`
+    of the reference VM does the same."""
+
+    name: str
+    step: str = "plain"
+    """The member of `amk_step_kind_t` that holds of its steps."""
+    usual: int | None = None
+    """Its place among what most steps of a decoder are, the most frequent first."""
+    awaits: bool = False
+    """Whether it waits for operands itself. Before any other, the vector warps wait for all operands of a task that
+    other tasks write meanwhile."""
+    peers: bool = False
+    """Whether it reads what other GPUs push."""
+    ranked: bool = False
+    """Whether only kernels for several GPUs have it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """A row of the table.
@@ -98,6 +131,9 @@ class Operation:
     keeps_bits: bool = False
     """Whether input and output may have any type, if it is the same."""
     flops: tuple[str, ...] = ("0",)
+    effort: Effort = Effort.STEP
+    kernel: Kernel | None = None
+    """None where nothing runs: NOP does nothing, and FUSED is its steps."""
 
     @property
     def arity(self) -> tuple[int, int]:
@@ -116,6 +152,11 @@ class Operation:
     def operand(self, place: int) -> Operand:
         """The input at a place."""
         return self.inputs[min(place, len(self.inputs) - 1)]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it reads rows of an operand that only the device knows."""
+        return any(each.part is not None and each.part.start is None for each in self.inputs)
 
 
 _K = InstructionKind
@@ -138,10 +179,12 @@ def _matrix(kind: InstructionKind, rows: str, params: tuple[str, ...], meaning: 
         params,
         makes=View(rows, "N_tile"),
         flops=("2", rows, "N_tile", "K"),
+        effort=Effort.PRODUCT,
+        kernel=Kernel("matrix", "product", usual=0, awaits=True),
     )
 
 
-def _norm(kind: InstructionKind, further: tuple[Operand, ...], meaning: str) -> Operation:
+def _norm(kind: InstructionKind, further: tuple[Operand, ...], meaning: str, kernel: Kernel) -> Operation:
     return Operation(
         kind,
         (Operand("x", View("R", "hidden")), Operand("w", View("hidden")), *further),
@@ -149,12 +192,16 @@ def _norm(kind: InstructionKind, further: tuple[Operand, ...], meaning: str) -> 
         meaning,
         ("eps", "hidden"),
         flops=("4", "R", "hidden"),
+        effort=Effort.NORM,
+        kernel=kernel,
     )
 
 
-def _elementwise(kind: InstructionKind, names: str, meaning: str, flops: int, **more: Any) -> Operation:
+def _elementwise(
+    kind: InstructionKind, names: str, meaning: str, flops: int, kernel: Kernel, **more: Any
+) -> Operation:
     inputs = tuple(Operand(name, View("n")) for name in names.split())
-    return Operation(kind, inputs, _MADE, meaning, flops=(str(flops), "n"), **more)
+    return Operation(kind, inputs, _MADE, meaning, flops=(str(flops), "n"), kernel=kernel, **more)
 
 
 _ROWS: Final = (
@@ -166,6 +213,7 @@ _ROWS: Final = (
         "`x`; with `n_off` and `N_tile`, those elements of `x`, or with `M_tile` of each of so many rows of `x`",
         options=("n_off", "N_tile", "M_tile"),
         keeps_bits=True,
+        kernel=Kernel("copy", peers=True),
     ),
     Operation(
         _K.EMBED,
@@ -176,12 +224,19 @@ _ROWS: Final = (
         Operand("out", View("S", "hidden")),
         "the rows of `table` that `ids` name",
         ("hidden",),
+        kernel=Kernel("embed"),
     ),
-    _norm(_K.RMSNORM, (), "per row, `x * rsqrt(mean(x^2) + eps) * w`"),
+    _norm(
+        _K.RMSNORM,
+        (),
+        "per row, `x * rsqrt(mean(x^2) + eps) * w`",
+        Kernel("rmsnorm", "norm", usual=1, awaits=True),
+    ),
     _norm(
         _K.LAYERNORM,
         (Operand("b", View("hidden"), optional=True),),
         "per row, `(x - mean) * rsqrt(var + eps) * w + b`",
+        Kernel("layernorm"),
     ),
     _matrix(_K.GEMV_TILE, "M", ("K", "N_tile", "n_off"), "columns `n_off`.. of `x @ W.T + bias`"),
     _matrix(_K.GEMM_TILE, "M_tile", ("M_tile", "K", "N_tile", "n_off"), "the same, of `M_tile` rows"),
@@ -199,6 +254,8 @@ _ROWS: Final = (
         ("pos", "kv_rows", "sequence", "lane"),
         multiple=("n_heads", "n_kv_heads"),
         flops=("4", "n_heads", "head_dim", "kv_len"),
+        effort=Effort.ATTENTION,
+        kernel=Kernel("attention_tile", "attention", usual=3, awaits=True),
     ),
     Operation(
         _K.ROPE,
@@ -209,10 +266,11 @@ _ROWS: Final = (
         even="head_dim",
         together=("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position"),
         flops=("3", "S", "heads", "head_dim"),
+        kernel=Kernel("rope", "rope", usual=2, awaits=True),
     ),
-    _elementwise(_K.SILU_MUL, "gate up", "`silu(gate) * up`", 4),
-    _elementwise(_K.GELU, "x", "`x * Phi(x)`, with erf", 4),
-    _elementwise(_K.ADD, "a b", "`a + b`", 1),
+    _elementwise(_K.SILU_MUL, "gate up", "`silu(gate) * up`", 4, Kernel("silu_mul")),
+    _elementwise(_K.GELU, "x", "`x * Phi(x)`, with erf", 4, Kernel("gelu")),
+    _elementwise(_K.ADD, "a b", "`a + b`", 1, Kernel("add")),
     Operation(
         _K.MUL,
         (Operand("a", View("n")), Operand("b", View("n"), optional=True)),
@@ -221,6 +279,7 @@ _ROWS: Final = (
         options=("scale",),
         alone="scale",
         flops=("1", "n"),
+        kernel=Kernel("mul"),
     ),
     Operation(
         _K.DEQUANT,
@@ -235,10 +294,24 @@ _ROWS: Final = (
         ("rows_per_scale", "n_off", "N_tile"),
         codes=("qdtype", PACKED),
         flops=("2", "R", "n"),
+        kernel=Kernel("dequant"),
     ),
-    _elementwise(_K.SOFTMAX, "x", "softmax over dimension `dim`, by default the last", 4, options=("dim",), axis="dim"),
     _elementwise(
-        _K.ALLREDUCE_SHARD, "x", "sum of the shards of several GPUs, in their order", 1, most_inputs=ABI_MAX_INPUTS
+        _K.SOFTMAX,
+        "x",
+        "softmax over dimension `dim`, by default the last",
+        4,
+        Kernel("softmax", "softmax"),
+        options=("dim",),
+        axis="dim",
+    ),
+    _elementwise(
+        _K.ALLREDUCE_SHARD,
+        "x",
+        "sum of the shards of several GPUs, in their order",
+        1,
+        Kernel("allreduce_shard", awaits=True, peers=True, ranked=True),
+        most_inputs=ABI_MAX_INPUTS,
     ),
     Operation(
         _K.KV_APPEND,
@@ -252,6 +325,7 @@ _ROWS: Final = (
         ("kv_rows", "sequence", "lane"),
         makes=View("max_seq", "row"),
         in_place=1,
+        kernel=Kernel("kv_append", "append", awaits=True),
     ),
     Operation(
         _K.SAMPLE_ARGMAX,
@@ -259,6 +333,7 @@ _ROWS: Final = (
         Operand("out", View("S"), INTEGER),
         "per row, the index of the largest logit, of equals the first; -1 if that is NaN or infinite",
         flops=("1", "S", "V"),
+        kernel=Kernel("sample_argmax", peers=True),
     ),
     Operation(
         _K.ATTENTION_COMBINE,
@@ -269,6 +344,8 @@ _ROWS: Final = (
         most_inputs=ABI_MAX_INPUTS,
         tells_heads=True,
         flops=("4", "parts", "n_heads", "head_dim + 2"),
+        effort=Effort.MERGE,
+        kernel=Kernel("attention_combine", usual=4, awaits=True),
     ),
     Operation(
         _K.FUSED,
@@ -314,8 +391,16 @@ DEQUANTISED_ROWS: Final = Operation(
 )
 """The row of a DEQUANT whose params name rows."""
 
+PRODUCTS: Final = frozenset(row.kind for row in _ROWS if row.effort is Effort.PRODUCT)
+"""Opcodes that matrix warps run."""
+
 TILES: Final = frozenset(row.kind for row in _ROWS if row.output is not None and row.output.part is _TILE)
 """Opcodes that write the columns of a tile."""
+
+ATTENTIONS: Final = frozenset(row.kind for row in _ROWS if row.effort is Effort.ATTENTION)
+
+GATHERS: Final = frozenset(row.kind for row in _ROWS if row.gathers)
+"""Opcodes that read rows of their last operand by the ids in their first."""
 
 APPENDS: Final = frozenset(row.kind for row in _ROWS if row.in_place is not None)
 """Opcodes that write rows of a cache, from row `pos` on."""

@@ -10,7 +10,6 @@ from math import inf
 from typing import Final
 
 from flywheel.ir.access import (
-    MATRIX_OPS,
     WHOLE,
     Region,
     appends_behind,
@@ -24,6 +23,7 @@ from flywheel.ir.access import (
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.firing import fire
 from flywheel.ir.lanes import cell_written, cells_read, lanes_of_caches
+from flywheel.ir.operations import TILES
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 
@@ -194,7 +194,7 @@ class _ReadWatch:
         if number in self._lanes:
             return cell_written(task)
         counts = task.outputs[0] == number and rows is not None
-        if counts and number in self._multi_row and task.op not in MATRIX_OPS:
+        if counts and number in self._multi_row and task.op not in TILES:
             counts = tile_rows(task.params) == rows
         return (written_region(task) if counts else None) or (0, self._sizes[number] // (rows or 1))
 

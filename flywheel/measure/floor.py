@@ -8,6 +8,7 @@ from flywheel.ir.alone import alone
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.layers import LayeredTable, Layers
 from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.operations import GATHERS
 from flywheel.ir.program import MegakernelProgram, once
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
@@ -48,7 +49,7 @@ def _reads_by_ids_or_back(spelled: Sequence[Run], weights: Set[int], layers: Lay
     span = layers.buffers
     before, own = range(span.least, span.start), range(span.start, span.stop)
     return any(
-        run.op is InstructionKind.EMBED or any(number in before and number in weights for number in run.inputs)
+        run.op in GATHERS or any(number in before and number in weights for number in run.inputs)
         for run in spelled[layers.runs.start : layers.runs.stop]
     ) or any(number in own and number in weights for run in spelled[layers.runs.stop :] for number in run.inputs)
 
@@ -107,7 +108,7 @@ def _reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[int, dic
     """(buffer read, number of rows by the source of their ids); None for rows where the buffer is read as a whole."""
     if task.op is InstructionKind.FUSED:
         yield from _recipe_reads(task, buffers)
-    elif task.op is InstructionKind.EMBED:
+    elif task.op in GATHERS:
         ids, table = task.inputs
         yield ids, None
         yield table, {(ids, None): buffers[ids].numel}
@@ -120,7 +121,7 @@ def _recipe_reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[i
     for step in recipe_steps(task):
         for place, arg in enumerate(step.args):
             if isinstance(arg, Input):
-                gathers = step.op is InstructionKind.EMBED and place == 1
+                gathers = step.op in GATHERS and place == 1
                 yield task.inputs[arg.number], _recipe_ids(task, step.args[0], buffers) if gathers else None
 
 
@@ -142,4 +143,4 @@ def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[T
 
 def _gathers(task: Task) -> bool:
     """Whether a task has a recipe that gathers rows."""
-    return any(step.op is InstructionKind.EMBED for step in recipe_steps(task))
+    return any(step.op in GATHERS for step in recipe_steps(task))

@@ -9,7 +9,7 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.operations import FLOATS, OPERATIONS
 from flywheel.ir.recipe import Input, recipe_steps
-from flywheel.plan.kernels import KERNELS, RANKED
+from flywheel.plan.kernels import KERNELS
 from flywheel.plan.nodes import Node
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import WORK_BYTES
@@ -97,7 +97,7 @@ def check_steps(steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_w
     """Check that every step has a kernel for its operands, in a block of so many vector warps; `ranked` kernels are for
     several GPUs."""
     for index, step in enumerate(steps):
-        if step.op not in KERNELS or (step.op in RANKED and not ranked):
+        if step.op not in KERNELS or (KERNELS[step.op].ranked and not ranked):
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
         args = [look(ref, steps[:index], form) for ref in step.args]
         try:
@@ -109,7 +109,7 @@ def check_steps(steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_w
                 _check_sum(step, args, form)
             if step.matrix:
                 _check_matrix(step, args, form, dtype)
-            elif step.op is _K.ATTENTION_TILE:
+            elif step.attends:
                 _check_attention(step, vector_warps)
             elif step.op is _K.ROPE and 0 < len(step.params.keys() & set(_SCALING)) < len(_SCALING):
                 raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(_SCALING)}")
@@ -130,13 +130,10 @@ def check_arrivals(
         for index, step in enumerate(routine.steps):
             refs = [ref for ref in step.reads if ref < RESULT_REF and node.inputs[ref] in rows]
             refs += [ref for ref in step.reads if ref in taken]
-            if refs and index not in routine.views and step.op not in _OF_PEERS:
+            if refs and index not in routine.views and not KERNELS[step.op].peers:
                 raise InvalidProgramError(
                     f"task {node.task.id} ({node.task.label}): {step.op.name} has no kernel that reads what others push"
                 )
-
-
-_OF_PEERS: Final = (_K.ALLREDUCE_SHARD, _K.SAMPLE_ARGMAX, _K.COPY)
 
 
 def _check_types(step: PlannedStep, args: Sequence[StepOperand], form: Form, dtype: DType) -> None:

@@ -8,36 +8,12 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import InstructionKind
+from flywheel.ir.operations import OPERATIONS, Kernel
 
-_K = InstructionKind
-
-KERNELS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
-    {
-        _K.COPY: "copy",
-        _K.EMBED: "embed",
-        _K.RMSNORM: "rmsnorm",
-        _K.LAYERNORM: "layernorm",
-        _K.GEMV_TILE: "matrix",
-        _K.GEMM_TILE: "matrix",
-        _K.ATTENTION_TILE: "attention_tile",
-        _K.ROPE: "rope",
-        _K.SILU_MUL: "silu_mul",
-        _K.GELU: "gelu",
-        _K.ADD: "add",
-        _K.MUL: "mul",
-        _K.DEQUANT: "dequant",
-        _K.SOFTMAX: "softmax",
-        _K.KV_APPEND: "kv_append",
-        _K.SAMPLE_ARGMAX: "sample_argmax",
-        _K.ATTENTION_COMBINE: "attention_combine",
-        _K.ALLREDUCE_SHARD: "allreduce_shard",
-    }
+KERNELS: Final[Mapping[InstructionKind, Kernel]] = MappingProxyType(
+    {op: row.kernel for op, row in OPERATIONS.items() if row.kernel is not None}
 )
-"""What runs each opcode on the device: function `op_<name>` of `ops/<name>.cuh`. NOP has nothing to run, and FUSED is
-its steps."""
-
-RANKED: Final = frozenset({_K.ALLREDUCE_SHARD})
-"""What only kernels for several GPUs have."""
+"""What runs each opcode on the device. NOP has nothing to run, and FUSED is its steps."""
 
 ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
     {80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120"}
@@ -46,22 +22,6 @@ ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
 
 BULK_COPY_ARCH: Final = 90
 """First `sm_arch` whose loader can move a whole chunk with one instruction."""
-
-USUAL: Final = (_K.GEMV_TILE, _K.GEMM_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE)
-"""What most steps of a decoder are, the most frequent first, those of one micro-kernel together."""
-
-STEP_KINDS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
-    {
-        _K.GEMV_TILE: "product",
-        _K.GEMM_TILE: "product",
-        _K.RMSNORM: "norm",
-        _K.ROPE: "rope",
-        _K.ATTENTION_TILE: "attention",
-        _K.SOFTMAX: "softmax",
-        _K.KV_APPEND: "append",
-    }
-)
-"""The member of `amk_step_kind_t` that holds of a step; `plain` of any other."""
 
 
 def arch_name(sm_arch: int) -> str:

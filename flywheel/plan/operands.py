@@ -57,7 +57,7 @@ def stagings_of(steps: Sequence[PlannedStep], form: Form) -> tuple[Staging, ...]
 
 def _runs(steps: Sequence[PlannedStep], form: Form) -> list[tuple[int, ...]]:
     """Runs of matrix steps; each multiplies one staged operand."""
-    reuse = not any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
+    reuse = not any(step.attends for step in steps)
     runs: list[tuple[int, ...]] = []
     last: tuple[object, ...] | None = None  # ref and K of the operand of the last run, and how it is held
     for index, step in enumerate(steps):
@@ -95,7 +95,7 @@ def _staging(
         and first.depth % FRAGMENT_K == 0
         and (rows == 1 or norms)
         and (held is Held.ELEMENTS or _multiplied_alone(steps, made, members))
-        and all(each.op is not InstructionKind.ATTENTION_TILE for each in steps[made + 1 : members[0]])
+        and all(not each.attends for each in steps[made + 1 : members[0]])
         and (until is None or max(last, last_uses(steps)[made]) < until)
     )
     if in_place:

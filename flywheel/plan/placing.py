@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import InstructionKind
 from flywheel.plan.operands import last_uses
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import WORK_BYTES
@@ -36,7 +35,7 @@ def place_values(routine: Routine, staged_bytes: int) -> Placement:
     """
     steps, stagings = routine.steps, routine.stagings
     last_use = last_uses(steps)
-    attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
+    attends = any(step.attends for step in steps)
     limit = staged_bytes if stagings and not attends else staged_bytes - WORK_BYTES
     for staging in stagings:
         if staging.nbytes > limit:

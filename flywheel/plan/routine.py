@@ -14,15 +14,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import INHERITED_PARAMS, DType, InstructionKind
+from flywheel.ir import INHERITED_PARAMS, OPERATIONS, DType
+from flywheel.ir.extents import Matrix
 from flywheel.plan.formats import UNIT_K
 from flywheel.plan.new_row import NewRow, find_new_row
 from flywheel.plan.operands import Staging, stagings_of
 from flywheel.plan.staging import MIN_STAGED_BYTES, SLICE_K, Slices, slices_of
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, inherited, look, names_columns
 from flywheel.plan.turning import Turn, find_turn
-
-_K = InstructionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Routine:
             ref
             for step in self.steps
             for place, ref in enumerate(step.reads)
-            if ref < RESULT_REF and not (place == 1 and (step.matrix or step.op is _K.EMBED))
+            if ref < RESULT_REF and not isinstance(OPERATIONS[step.op].operand(place).extent, Matrix)
         )
 
     def staging(self, step: int) -> Staging:
@@ -110,7 +109,7 @@ def _shared_operands(
     steps: Sequence[PlannedStep], form: Form, stagings: Sequence[Staging]
 ) -> tuple[StagedValue | None, StagedValue | None]:
     """(operand that an earlier task may have staged, operand that a later task finds staged)."""
-    if len(stagings) != 1 or any(step.op is _K.ATTENTION_TILE for step in steps):
+    if len(stagings) != 1 or any(step.attends for step in steps):
         return None, None  # an attention overwrites the staged operand
     if any(step.streams for step in steps if step.matrix):
         return None, None  # and so does a later slice
@@ -156,9 +155,8 @@ def _formula(ref: int, steps: Sequence[PlannedStep], form: Form, inputs: list[in
 
 def _takes(step: PlannedStep) -> frozenset[str]:
     """The task's params that the step's op may use."""
-    if step.op is _K.COPY:
-        return frozenset({"n_off", "N_tile"})
-    return INHERITED_PARAMS if step.op in (_K.ATTENTION_TILE, _K.KV_APPEND) else frozenset()
+    row = OPERATIONS[step.op]
+    return INHERITED_PARAMS & {*row.params, *row.options}
 
 
 def in_slices(steps: Sequence[PlannedStep], form: Form, x_slices: int = 1, staged_bytes: int = 0) -> list[PlannedStep]:
@@ -168,7 +166,7 @@ def in_slices(steps: Sequence[PlannedStep], form: Form, x_slices: int = 1, stage
     Slices of several rows that quantised matrices multiply may fill the staging area, if that is larger than the least
     one and the steps keep nothing else there.
     """
-    attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
+    attends = any(step.attends for step in steps)
     alone = not attends and all(step.out != ABSENT for step in steps)
     area = staged_bytes if alone and staged_bytes > MIN_STAGED_BYTES else 0
     uses = Counter(step.args[0] for step in steps if step.matrix)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import Buffer, DType, InstructionKind, Task
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.recipe import Input, Recipe, RecipeStep, Scratch, Target
 from flywheel.ir.runs import Use
 from flywheel.plan.formats import UNIT_K, Coding, coding_of
@@ -46,8 +46,6 @@ PARTIALS_BYTES: Final = 8 * 1024
 
 SLICE_K: Final = 2 * FRAGMENT_K
 """Slices are multiples of so many columns of K. An even number of fragments puts several rows into different banks."""
-
-_MATRIX_NAMES: Final = frozenset(op.name for op in MATRIX_OPS)
 
 
 def operand_stride(rows: int, depth: int) -> int:
@@ -184,7 +182,7 @@ def _find_coding(product: _Product, inputs: Sequence[Buffer]) -> Coding | None:
 
 def _products(task: Task | Use) -> Sequence[_Product]:
     """The matrix steps of a task."""
-    if task.op in MATRIX_OPS:
+    if task.op in PRODUCTS:
         depth = task.params.get("K", 0)
         return [_Product(0, 1, None, depth)] if depth > 0 else []
     return _recipe_products(task.params["recipe"]) if task.op is InstructionKind.FUSED else []
@@ -196,7 +194,7 @@ def _recipe_products(recipe: Recipe) -> Sequence[_Product]:
     made: dict[Target, RecipeStep] = {}
     for step in recipe.steps:
         depth = int(step.params.get("K", 0))
-        if step.op in MATRIX_OPS and depth > 0:
+        if step.op in PRODUCTS and depth > 0:
             x, weight = (made.get(arg) if isinstance(arg, Scratch) else arg for arg in step.args[:2])
             products.append(
                 _Product(

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import APPENDS, ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Recipe, Scratch, Target
 from flywheel.plan.formats import Coding, coding_of
 from flywheel.plan.staging import Slices
@@ -143,7 +143,12 @@ class PlannedStep:
     @property
     def matrix(self) -> bool:
         """Whether matrix warps do the step."""
-        return self.op in MATRIX_OPS
+        return self.op in PRODUCTS
+
+    @property
+    def attends(self) -> bool:
+        """Whether its kernel takes the place of a staged operand and of partial sums for its own."""
+        return self.op in ATTENTIONS
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -172,7 +177,7 @@ def _recipe_steps(recipe: Recipe, form: Form) -> dict[int, PlannedStep]:
             made[each.out] = RESULT_REF + index
         else:
             place = each.out.number
-            if each.op is _K.KV_APPEND:  # writes the appended rows only, and rounds once
+            if each.op in APPENDS:  # writes the appended rows only, and rounds once
                 result = replace(form.outputs[place], kind=None)
         steps[index] = PlannedStep(each.op, args, each.params, place, result)
     return steps

@@ -1,7 +1,7 @@
-"""The C side of the device ABI: `cuda/abi.h` and `cuda/dispatch.cuh`, written from the tables of the IR and
-abi.py.
+"""The C side of the device ABI: `cuda/abi.h`, `cuda/opcodes.cuh` and `cuda/dispatch.cuh`, written from the tables of
+the IR and abi.py.
 
-`python -m flywheel.vm.abi_codegen` writes both files; with `--check` it changes nothing, and fails with one line where
+`python -m flywheel.vm.abi_codegen` writes the files; with `--check` it changes nothing, and fails with one line where
 a file is not what would be written.
 """
 
@@ -29,6 +29,7 @@ from flywheel.ir import (
     InstructionKind,
     MemSpace,
 )
+from flywheel.ir.operations import PRODUCTS
 from flywheel.plan import kernels
 from flywheel.plan.formats import UNIT_ALIGNMENT, Code, Scales
 from flywheel.plan.placing import SPILLED
@@ -154,16 +155,18 @@ def dispatch_header() -> str:
 
     The usual ones are found by comparison, one after the other: a table of targets lies in memory, far away.
     """
-    headers = dict.fromkeys(kernels.KERNELS.values())
-    ranked = {kernels.KERNELS[op] for op in kernels.RANKED}
-    includes = "\n".join(_where(kernel in ranked, f'#include "ops/{kernel}.cuh"') for kernel in headers)
+    table = sorted(kernels.KERNELS.items(), key=lambda each: each[1].ranked)
+    headers = dict.fromkeys([kernel for _, kernel in table])
+    includes = "\n".join(_where(kernel.ranked, f'#include "ops/{kernel.name}.cuh"') for kernel in headers)
+    first = sorted([(kernel.usual, op) for op, kernel in table if kernel.usual is not None])
     usual = "\n".join(
-        f"  if ({' | '.join(f'(op == AMK_OP_{op.name})' for op in ops)}) return op_{kernel}(vm, step);\n  {_OPAQUE}"
-        for kernel, ops in groupby(kernels.USUAL, kernels.KERNELS.__getitem__)
+        f"  if ({' | '.join(f'(op == AMK_OP_{op.name})' for _, op in ops)}) "
+        f"return op_{kernel.name}(vm, step);\n  {_OPAQUE}"
+        for kernel, ops in groupby(first, lambda each: kernels.KERNELS[each[1]])
     )
     cases = "\n".join(
-        _where(op in kernels.RANKED, f"    case AMK_OP_{op.name}: op_{kernel}(vm, step); break;")
-        for op, kernel in kernels.KERNELS.items() if op not in kernels.USUAL
+        _where(kernel.ranked, f"    case AMK_OP_{op.name}: op_{kernel.name}(vm, step); break;")
+        for op, kernel in table if kernel.usual is None
     )  # fmt: skip
     return f"""\
 {_WRITTEN}
@@ -187,7 +190,32 @@ def _where(ranked: bool, line: str) -> str:
     return f"#ifdef FW_RANKS\n{line}\n#endif" if ranked else line
 
 
-FILES: Final = MappingProxyType({"abi.h": abi_header, "dispatch.cuh": dispatch_header})
+def opcodes_header() -> str:
+    """The text of opcodes.cuh: columns of the table of operations that kernels ask for."""
+    products = " || ".join(f"(op) == AMK_OP_{op.name}" for op in kernels.KERNELS if op in PRODUCTS)
+    awaiting = "\n".join(
+        _where(kernel.ranked, f"    | 1u << AMK_OP_{op.name}")
+        for op, kernel in kernels.KERNELS.items() if kernel.awaits
+    )  # fmt: skip
+    return f"""\
+{_WRITTEN}
+#pragma once
+
+#include "abi.h"
+
+// Whether matrix warps run an operation.
+#define FW_IS_PRODUCT(op) ({products})
+
+// Operations that wait for their operands themselves: a bit an opcode.
+constexpr uint32_t AWAITING_OPS = 0
+{awaiting}
+    ;
+"""
+
+
+FILES: Final = MappingProxyType(
+    {"abi.h": abi_header, "opcodes.cuh": opcodes_header, "dispatch.cuh": dispatch_header}
+)
 """Generated files under `cuda/`."""
 
 

@@ -42,9 +42,9 @@ def test_every_opcode_but_two_has_a_kernel() -> None:
 
 
 def test_every_kernel_is_in_the_header_of_its_name() -> None:
-    for name in kernels.KERNELS.values():
-        header = abi_codegen.CUDA / "ops" / f"{name}.cuh"
-        assert f" op_{name}(Vm" in header.read_text(encoding="utf-8")
+    for kernel in kernels.KERNELS.values():
+        header = abi_codegen.CUDA / "ops" / f"{kernel.name}.cuh"
+        assert f" op_{kernel.name}(Vm" in header.read_text(encoding="utf-8")
 
 
 def test_no_struct_has_padding() -> None:
@@ -61,7 +61,7 @@ def test_what_a_step_s_kind_has_lies_over_the_same_words() -> None:
     table = np.zeros(3, abi.numpy_struct("amk_step_t"))
     table["as"]["product"]["kblocks"][1] = 7
     assert table["as"]["rope"]["value"].tolist() == table["as"]["softmax"]["n"].tolist() == [0, 7, 0]
-    assert table[:2].nbytes == 256 and set(kernels.STEP_KINDS.values()) | {"plain"} == {
+    assert table[:2].nbytes == 256 and {kernel.step for kernel in kernels.KERNELS.values()} == {
         member.name for member in abi.STRUCTS["amk_step_kind_t"]
     }
 

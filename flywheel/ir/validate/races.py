@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flywheel.ir.access import (
+    TILED_OPS,
     WHOLE,
     Region,
     first_row_written,
@@ -29,13 +30,14 @@ from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.exchange import is_push, pushed_counters
 from flywheel.ir.lanes import cell_written, cells_read, lanes_of_caches
 from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.operations import TILES
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.rewrites import ReadFault, Stage, Write, read_fault, stages_of
 
-_GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
+_FUSED = InstructionKind.FUSED
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class Frontier:
 
 def _tiled_params(tasks: Sequence[Task]) -> list[Any]:
     """The params of tasks whose op writes tiles; None for others."""
-    return [task.params if (op := task.op) is _GEMV or op is _FUSED or op is _GEMM else None for task in tasks]
+    return [task.params if task.op in TILED_OPS else None for task in tasks]
 
 
 class Accesses:
@@ -118,7 +120,7 @@ class Accesses:
         task, rows = self.tasks[entry[2]], self.multi_row.get(number)
         if number in self.lanes:
             return (*cell_written(task), entry[2])
-        tiles = task.op in (_GEMV, _GEMM)
+        tiles = task.op in TILES
         if task.op is _FUSED and self.buffers[number].kind is not BufferKind.KV_CACHE:
             tiles = tile_rows(task.params) == rows
         return entry if rows and tiles else (*WHOLE, entry[2])

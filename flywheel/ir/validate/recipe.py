@@ -7,8 +7,8 @@ from functools import lru_cache
 from math import prod
 from typing import Final
 
-from flywheel.ir.opcodes import INHERITED_PARAMS, RECIPE_PARAM_FIELDS, InstructionKind
-from flywheel.ir.operations import OPERATIONS, operation_of
+from flywheel.ir.opcodes import INHERITED_PARAMS, RECIPE_PARAM_FIELDS
+from flywheel.ir.operations import APPENDS, OPERATIONS, operation_of
 from flywheel.ir.recipe import Input, Output, Recipe, RecipeStep, Scratch
 from flywheel.ir.records import Task
 from flywheel.ir.show import show
@@ -18,8 +18,6 @@ from flywheel.ir.version import ABI_MAX_RANK
 
 MAX_STEPS: Final = 64
 MAX_SLOT: Final = 1024
-
-NOT_PRIMITIVE: Final = frozenset({InstructionKind.FUSED, InstructionKind.NOP})
 
 
 def check_recipe(task: Task, findings: Findings) -> bool:
@@ -51,8 +49,8 @@ def check_recipe(task: Task, findings: Findings) -> bool:
     if len(findings.errors) > before:
         return False
     for index, step in enumerate(recipe.steps):
-        if step.op is InstructionKind.KV_APPEND and not _appends_in_place(step, task):
-            text = f"recipe: step {index}: KV_APPEND must write the output that is its cache operand"
+        if step.op in APPENDS and not _appends_in_place(step, task):
+            text = f"recipe: step {index}: {step.op.name} must write the output that is its cache operand"
             findings.error("kv-target", f"{where}: {text}", task.id)
     return len(findings.errors) == before
 
@@ -95,7 +93,7 @@ def recipe_fault(recipe: Recipe) -> str | None:
 
 def _step_fault(step: RecipeStep, written: set[Scratch | Output]) -> str | None:
     name = step.op.name
-    if step.op in NOT_PRIMITIVE:
+    if OPERATIONS[step.op].output is None:
         return f"op {show(name)} is not a primitive operation"
     for arg in step.args:
         if not 0 <= arg.number < MAX_SLOT:

@@ -14,7 +14,7 @@ from typing import Final
 from flywheel.ir.access import tile, tile_rows
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind, DType
 from flywheel.ir.opcodes import INHERITED_PARAMS, TASK_PARAM_FIELDS, InstructionKind
-from flywheel.ir.operations import OPERATIONS
+from flywheel.ir.operations import APPENDS, OPERATIONS
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import FINAL, Arg, Input, Output, Recipe, Target, recipe_steps
 from flywheel.ir.records import Buffer, Task
@@ -261,7 +261,7 @@ def _recipe_faults(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffe
         result = values[step.out] = step.result(index)
         params, args = {**inherited, **step.params}, [values[arg] for arg in step.args]
         faults = list(operand_faults(step.op, params, args, result, is_step=True))
-        if isinstance(step.out, Output) and step.op is not InstructionKind.KV_APPEND:
+        if isinstance(step.out, Output) and step.op not in APPENDS:
             columns = tile(task.params) if step.out == FINAL else None
             faults += _output_faults(result, outputs[step.out.number], columns, tile_rows(task.params))
         for code, text in faults:

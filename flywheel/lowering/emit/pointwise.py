@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind
 from flywheel.ir.opcodes import PARAM_FIELDS
+from flywheel.ir.operations import GATHERS
 from flywheel.ir.recipe import FINAL, RecipeBuilder
 from flywheel.lowering.emit.scope import Scope, TileSet, one_tile
 from flywheel.models.graph import Op
@@ -17,7 +18,7 @@ def emit_single(scope: Scope, op: Op) -> list[TileSet]:
         return _emit_argmax(scope, op)
     output = scope.tensor(op.output)
     read = sum(scope.tensor(name).numel for name in op.inputs if name not in ("embed.w",))
-    streamed = output.dtype.nbytes(output.numel) if op.kind is InstructionKind.EMBED else 0
+    streamed = output.dtype.nbytes(output.numel) if op.kind in GATHERS else 0
     kind, params, inputs = op.kind, op.params, op.inputs
     if _RECIPE_ONLY & params.keys():
         builder = RecipeBuilder(op.inputs)

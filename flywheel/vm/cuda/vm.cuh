@@ -2,12 +2,13 @@
 #pragma once
 
 #include "multiply.cuh"
+#include "opcodes.cuh"
 
 // The task's first matrix step, where the task before it left its operand staged; else null.
 __device__ __forceinline__ const amk_step_t* x_staged_step(const TaskSlot& task) {
     if (!(task.instruction.flags & FW_INSTRUCTION_X_STAGED)) return nullptr;
     const amk_step_t* step = task.steps;
-    while (step->op != AMK_OP_GEMV_TILE && step->op != AMK_OP_GEMM_TILE) step++;
+    while (!FW_IS_PRODUCT(step->op)) step++;
     return step;
 }
 

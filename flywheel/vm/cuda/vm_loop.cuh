@@ -172,16 +172,10 @@ __device__ __forceinline__ void inherit(amk_step_t& step, const amk_params_t& ta
 // Of what a step reads, inputs and views of them that other tasks write meanwhile: a bit a ref. Operations that wait for
 // their operands themselves have none.
 __device__ __forceinline__ uint32_t awaited_refs(const TaskSlot& task, const amk_step_t& step) {
-    constexpr uint32_t THEMSELVES = 1u << AMK_OP_RMSNORM | 1u << AMK_OP_GEMV_TILE | 1u << AMK_OP_GEMM_TILE | 1u << AMK_OP_ROPE |
-                                    1u << AMK_OP_KV_APPEND | 1u << AMK_OP_ATTENTION_TILE | 1u << AMK_OP_ATTENTION_COMBINE
-#ifdef FW_RANKS
-                                    | 1u << AMK_OP_ALLREDUCE_SHARD
-#endif
-        ;
 #ifdef FW_RANKS
     if (task.instruction.flags & (FW_INSTRUCTION_PUSHES | FW_INSTRUCTION_TAKES_BEST)) return 0;
 #endif
-    if (THEMSELVES >> step.op & 1 || step.flags & FW_STEP_VIEW) return 0;
+    if (AWAITING_OPS >> step.op & 1 || step.flags & FW_STEP_VIEW) return 0;
     uint32_t refs = 0;
     for (int i = 0; i < step.n_args; i++) {
         const int ref = step.args[i];

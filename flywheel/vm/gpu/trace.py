@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flywheel.errors import TraceError
 from flywheel.ir import Task
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.vm.abi import Stamp
 from flywheel.vm.pack import PackedProgram
 
@@ -190,7 +190,7 @@ def _check_passed(packed: PackedProgram, stamps: Stamps) -> None:
 
 def _multiplies(packed: PackedProgram) -> npt.NDArray[np.bool_]:
     """Which instructions have a matrix step."""
-    before = np.concatenate(([0], np.cumsum(np.isin(packed.steps["op"], list(MATRIX_OPS)))))
+    before = np.concatenate(([0], np.cumsum(np.isin(packed.steps["op"], list(PRODUCTS)))))
     first = packed.instructions["first_step"]
     found: npt.NDArray[np.bool_] = before[first + packed.instructions["n_steps"]] > before[first]
     return found

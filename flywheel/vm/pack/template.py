@@ -13,7 +13,7 @@ import numpy.typing as npt
 from flywheel.ir import PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import UNIT_K, Scales
-from flywheel.plan.kernels import STEP_KINDS
+from flywheel.plan.kernels import KERNELS
 from flywheel.plan.operands import Held, Staging
 from flywheel.plan.placing import Placement
 from flywheel.plan.routine import Routine
@@ -68,7 +68,7 @@ def make_template(
     table["scratch"] = placed.offsets
     for index, step in enumerate(steps):
         _fill(table[index], step, form)
-        kind = table[index]["as"][STEP_KINDS.get(step.op, "plain")]
+        kind = table[index]["as"][KERNELS[step.op].step]
         if step.matrix:
             _fill_product(kind, step, x_rows(step, steps, form), dtype, variant)
         elif step.op is _K.SOFTMAX:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, Buffer, BufferKind, DType, InstructionKind, Task
-from flywheel.ir.access import MATRIX_OPS, tile, tile_rows
+from flywheel.ir.access import tile, tile_rows
+from flywheel.ir.operations import APPENDS, PRODUCTS
 from flywheel.ir.recipe import Arg, Output, RecipeStep, Scratch, Target, recipe_steps
 from flywheel.ir.validate.tasks import task_findings
 from flywheel.tensors import TORCH_DTYPES
@@ -53,7 +54,7 @@ class Binder:
             return []
         inputs = tuple([self._tensors[number] for number in task.inputs])
         out = self._tensors[task.outputs[0]]
-        if task.op in MATRIX_OPS:
+        if task.op in PRODUCTS:
             out = _tile_of(out, inputs[0], task.params, task.params["n_off"])
         return [(OPS[task.op], inputs, out, task.params)]
 
@@ -81,7 +82,7 @@ class Binder:
     ) -> list[Call]:
         """The calls of one step. A second call rounds the result if its dtype is not the output's."""
         op, shape, dtype = step.op, step.shape, step.dtype
-        if op is _K.KV_APPEND and target is not None:
+        if op in APPENDS and target is not None:
             return [(OPS[op], inputs, target, params)]
         moves: list[Call] = []
         fits = target is not None and target.numel() == torch.Size(shape).numel() and target.is_contiguous()
@@ -93,7 +94,7 @@ class Binder:
                 slots[step.out] = result
             else:
                 moves.append((copy, (result,), target, {}))
-        out = _tile_of(result, inputs[0], params, 0) if op in MATRIX_OPS else result
+        out = _tile_of(result, inputs[0], params, 0) if op in PRODUCTS else result
         return [(OPS[op], inputs, out, params), *moves]
 
     def _target(self, task: Task, place: int) -> Tensor:

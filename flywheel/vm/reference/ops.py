@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from flywheel.errors import TensorError
-from flywheel.ir import NO_TOKEN, DType, InstructionKind
+from flywheel.ir import NO_TOKEN, OPERATIONS, DType, InstructionKind
 from flywheel.ir.access import tile, tile_rows
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.reference.attention import attention_combine, attention_tile, kv_append, rope
+from flywheel.vm.reference import attention
 from flywheel.vm.reference.operands import Operator, Params, flat, rows_of, split, store
 
 
@@ -54,10 +54,6 @@ BLOCK_WEIGHTS: Final = 1 << 17
 """Weights that a CPU converts to fp32 at a time: 512 KiB, which stay in its L2 cache until they are multiplied."""
 
 
-def nop(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """Do nothing."""
-
-
 def copy(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """x, or its elements `n_off`..`n_off + N_tile`, or those of each of its `M_tile` rows."""
     columns = tile(params)
@@ -86,7 +82,7 @@ def layernorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     store(out, functional.layer_norm(x, x.shape[1:], flat(inputs[1]), bias, params["eps"]))
 
 
-def gemv_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+def matrix(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """Columns `n_off`..`n_off + N_tile` of x @ W.T [+ bias]. They fill all of `out`, [M, N_tile].
 
     x [M, K], W [N_out, K], bias [N_out].
@@ -146,29 +142,10 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mv(wide, x[0]).unsqueeze(0) if x.shape[0] == 1 else x @ wide.T
 
 
-_K = InstructionKind
+_FUNCTIONS: Final[Mapping[str, Operator]] = {**vars(attention), **globals()}
 
 OPS: Final[Mapping[InstructionKind, Operator]] = MappingProxyType(
-    {
-        _K.NOP: nop,
-        _K.COPY: copy,
-        _K.EMBED: embed,
-        _K.RMSNORM: rmsnorm,
-        _K.LAYERNORM: layernorm,
-        _K.GEMV_TILE: gemv_tile,
-        _K.GEMM_TILE: gemv_tile,
-        _K.ATTENTION_TILE: attention_tile,
-        _K.ROPE: rope,
-        _K.SILU_MUL: silu_mul,
-        _K.GELU: gelu,
-        _K.ADD: add,
-        _K.MUL: mul,
-        _K.DEQUANT: dequant,
-        _K.SOFTMAX: softmax,
-        _K.ALLREDUCE_SHARD: allreduce_shard,
-        _K.KV_APPEND: kv_append,
-        _K.SAMPLE_ARGMAX: sample_argmax,
-        _K.ATTENTION_COMBINE: attention_combine,
-    }
+    {op: _FUNCTIONS[row.kernel.name] for op, row in OPERATIONS.items() if row.kernel is not None}
 )
-"""Every opcode except FUSED, whose recipes consist of these."""
+"""What computes each opcode but NOP, which does nothing, and FUSED, whose recipes consist of these: here or in
+attention.py the function of the kernel's name."""

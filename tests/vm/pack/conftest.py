@@ -27,7 +27,7 @@ from flywheel.ir import (
     Wait,
     validate,
 )
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.pack import pack
 from flywheel.vm.reference import ReferenceVM
@@ -100,7 +100,7 @@ def check_vm(table_vm: ModuleType) -> Callable[..., None]:
         tensors = fill(program, 0 if pos is None else pos) | given
         expected = ReferenceVM(program).run(tensors, pos=pos)
         packed = pack(program)
-        products = np.isin(packed.steps["op"], [op.value for op in MATRIX_OPS])
+        products = np.isin(packed.steps["op"], [op.value for op in PRODUCTS])
         rows = set(packed.steps["as"]["product"]["rows"][products].tolist())
         assert packed.variant.rows == (rows.pop() if len(rows) == 1 else 0)
         made = table_vm.TableVM(packed, program, tensors).run(-1 if pos is None else pos)

@@ -17,7 +17,7 @@ from fragments import from_fragments, to_fragments
 from torch import Tensor
 
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.plan.placing import SPILLED
 from flywheel.plan.staging import PARTIALS_BYTES, WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
@@ -52,7 +52,7 @@ def is_written(tensor: Tensor) -> bool:
 
 def refs_of(step: Any) -> list[int]:
     product = step["as"]["product"]
-    adds = step["op"] in MATRIX_OPS and product["epilogue"] != Epilogue.NONE
+    adds = step["op"] in PRODUCTS and product["epilogue"] != Epilogue.NONE
     epilogue = [int(product["epilogue_arg"])] if adds else []
     return [*map(int, step["args"][: step["n_args"]]), *epilogue]
 
@@ -152,9 +152,9 @@ class TableVM:
             params["kv_len"] = min(params["kv_len"], max(0, end - params["kv_start"]))
         steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
         reuses = bool(instruction["flags"] & InstructionFlag.X_STAGED)
-        first = next(i for i, step in enumerate(steps) if step["op"] in MATRIX_OPS) if reuses else 0
+        first = next(i for i, step in enumerate(steps) if step["op"] in PRODUCTS) if reuses else 0
         for index in range(first, len(steps)):
-            if steps[index]["op"] in MATRIX_OPS:
+            if steps[index]["op"] in PRODUCTS:
                 self._matrix(sm, instruction, steps, index, params)
             else:
                 self._vector(sm, instruction, steps, steps[index], params)
@@ -178,7 +178,7 @@ class TableVM:
             apart = torch.from_numpy(area[: rows * pitch * dtype.itemsize]).view(dtype).view(rows, pitch)
             return apart[:, : int(step["params"]["hidden"])]
         flat = torch.from_numpy(area[start : start + nbytes]).view(dtype)
-        return flat.view(max(1, int(step["as"]["product"]["rows"])), -1) if step["op"] in MATRIX_OPS else flat
+        return flat.view(max(1, int(step["as"]["product"]["rows"])), -1) if step["op"] in PRODUCTS else flat
 
     def _operand(self, sm: Sm, instruction: Any, steps: Any, ref: int) -> Tensor:
         if ref >= RESULT_REF:

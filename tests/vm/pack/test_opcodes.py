@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.plan.step import Epilogue
 from flywheel.vm.abi import StepFlag
 from flywheel.vm.pack import pack
@@ -181,7 +181,7 @@ UNFUSED = {
 def test_what_no_epilogue_can_do_stays_a_step(chain: Chain, check_vm: Agree, name: str) -> None:
     program = one_tile(chain, *UNFUSED[name])
     steps = packed_steps(program)
-    products = steps["as"]["product"][np.isin(steps["op"], list(MATRIX_OPS))]
+    products = steps["as"]["product"][np.isin(steps["op"], list(PRODUCTS))]
     assert not products["epilogue"].any() and len(steps) == len(UNFUSED[name])
     check_vm(program)
 
@@ -280,7 +280,7 @@ def test_an_operand_still_needed_beside_another_is_staged_from_elsewhere(chain: 
     ]  # fmt: skip
     program = one_tile(chain, *steps)
     made = packed_steps(program)
-    assert [bool(each["flags"] & StepFlag.STAGE) for each in made if each["op"] in MATRIX_OPS] == [True, True, True]
+    assert [bool(each["flags"] & StepFlag.STAGE) for each in made if each["op"] in PRODUCTS] == [True, True, True]
     check_vm(program)
 
 

@@ -26,8 +26,8 @@ from flywheel.ir import (
     program_to_json,
     validate,
 )
-from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.numbered import as_runs
+from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.recipe import recipe_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
@@ -232,7 +232,7 @@ def test_other_sums_keep_their_steps(ranks: int, how: dict[str, Any]) -> None:
 
 def test_a_product_whose_operand_comes_in_slices_adds_too() -> None:
     packed = shared(2, 4, columns=32, intermediate=10240)[0]
-    steps = packed.steps[np.isin(packed.steps["op"], list(MATRIX_OPS))]
+    steps = packed.steps[np.isin(packed.steps["op"], list(PRODUCTS))]
     sliced = steps["as"]["product"]["beside"] * steps["as"]["product"]["kblocks"] * 16 < steps["params"]["K"]
     assert sliced.any()
     assert len(adding(packed)) == 8

@@ -11,7 +11,7 @@ import pytest
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
@@ -270,7 +270,7 @@ def test_what_several_products_multiply_is_not_cut_to_be_early(check_vm: Agree) 
         for step in packed.steps[first : first + 2]:
             product = step["as"]["product"]
             assert product["kblocks"] * 16 == step["params"]["K"] == 128 and product["beside"] == 1
-    products = packed.steps[np.isin(packed.steps["op"], list(MATRIX_OPS))]
+    products = packed.steps[np.isin(packed.steps["op"], list(PRODUCTS))]
     assert (products["as"]["product"]["beside"] == 2).any()
     check_vm(program, 17)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig, Task
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
@@ -35,8 +35,8 @@ Fragment = tuple[int, int, int]  # buffer row, row block, fragment along K
 def needed(task: Task) -> Counter[Fragment]:
     """Fragments that a task multiplies, by the format alone."""
     params = task.params
-    products = [(Input(1), params)] if task.op in MATRIX_OPS else [
-        (step.args[1], {**params, **step.params}) for step in recipe_steps(task) if step.op in MATRIX_OPS]  # fmt: skip
+    products = [(Input(1), params)] if task.op in PRODUCTS else [
+        (step.args[1], {**params, **step.params}) for step in recipe_steps(task) if step.op in PRODUCTS]  # fmt: skip
     fragments: Counter[Fragment] = Counter()
     for weight, own in products:
         first, last = own["n_off"] // 16, (own["n_off"] + own["N_tile"] - 1) // 16

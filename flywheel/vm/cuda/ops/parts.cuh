@@ -22,7 +22,7 @@ struct Parts {
 __device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
     const TaskSlot& task = *vm.task();
     const int n_steps = task.instruction.n_steps, op = vm.lane() < n_steps ? task.steps[vm.lane()].op : AMK_OP_NOP;
-    const bool multiplies = __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE);
+    const bool multiplies = __any_sync(~0u, FW_IS_PRODUCT(op));
     const bool reads = step.args[1] >= FW_RESULT_REF || step.args[2] >= FW_RESULT_REF;
     if (multiplies || reads || &step + 1 != task.steps + n_steps) return FW_WORK_BYTES;
     const Operand& q = vm.arg(step, 0);

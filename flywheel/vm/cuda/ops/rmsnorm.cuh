@@ -294,7 +294,7 @@ __device__ __forceinline__ bool has_announced(Vm vm, const amk_step_t& step) {
     if (&step == steps) return false;
     const bool before = steps + vm.lane() < &step;
     const int op = before ? steps[vm.lane()].op : AMK_OP_NOP, flags = before ? steps[vm.lane()].flags : 0;
-    return __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE || flags & FW_STEP_ANNOUNCES);
+    return __any_sync(~0u, FW_IS_PRODUCT(op) || flags & FW_STEP_ANNOUNCES);
 }
 
 // Rows that are staged where they are made lie apart as the step's matrix step has them. A kernel for so many rows looks for
