@@ -14,6 +14,7 @@ from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.writing import target_to_dict
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
+from flywheel.models.families import count_params
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormats, parse_formats, weights_name
 from flywheel.models.spec import DecoderSpec
@@ -83,7 +84,7 @@ def _model(spec: DecoderSpec, dtype: DType, formats: WeightFormats, targets: lis
     return {
         "name": spec.name,
         "family": spec.family,
-        "params": spec.n_params,
+        "params": count_params(spec),
         "layers": spec.n_layers,
         "hidden": spec.hidden,
         "intermediate": spec.intermediate,

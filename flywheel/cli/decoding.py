@@ -15,6 +15,7 @@ from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
 from flywheel.installing import lacking
 from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.models.families import count_params
 from flywheel.search.trials.device import DEFAULT_GPU, gpu_of
 from flywheel.store.schedule import Schedule
 
@@ -101,8 +102,8 @@ def open_session(
     from flywheel.decode.interface import read_interface
 
     dtype = read_interface(program, source.spec).dtype
-    if source.stored is not None and dtype.nbytes(source.spec.n_params) > _SOON_LOADED:
-        note(f"flywheel: loading the weights of {source.name}, {size(dtype.nbytes(source.spec.n_params))}")
+    if source.stored is not None and dtype.nbytes(count_params(source.spec)) > _SOON_LOADED:
+        note(f"flywheel: loading the weights of {source.name}, {size(dtype.nbytes(count_params(source.spec)))}")
     return opening.open_session(program, source, seed, device, ExitStack(), order)  # until the process ends
 
 

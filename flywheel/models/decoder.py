@@ -7,15 +7,13 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import ABI_MAX_ROWS, COMPUTE_DTYPES, BufferKind, DType, InstructionKind
-from flywheel.models.families import family_of
+from flywheel.models.families import family_of, layer_weights
 from flywheel.models.formats import HEAD, PLAIN, WeightFormat, WeightFormats
 from flywheel.models.graph import Block, Graph, Op, Tensor, codes_of, scales_of, stream_names, zeros_of
 from flywheel.models.spec import (
-    LAYER_WEIGHT_KEYS,
     MODEL_WEIGHT_KEYS,
     DecoderSpec,
     Shape,
-    layer_weight_shapes,
     model_weight_key,
     model_weight_shapes,
 )
@@ -50,7 +48,6 @@ def decode_step(
         raise ConfigError(f"{spec.name}: {lanes} lanes of batch {batch} at context {context}")
     layers = family_of(spec).layers(spec, context, lanes)
     kinds = [layer for place, layer in enumerate(layers) if layer not in layers[:place]]
-    tensors = _layer_tensors(spec, context, dtype, batch, formats, lanes)
     return Graph(
         model=spec.name,
         dtype=dtype,
@@ -59,7 +56,7 @@ def decode_step(
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
         prologue=_prologue(spec, dtype, batch),
-        kinds=tuple([_block(tensors, kind) for kind in kinds]),
+        kinds=tuple([_layer(spec, kind, context, dtype, batch, formats, lanes) for kind in kinds]),
         order=tuple([kinds.index(layer) for layer in layers]),
         epilogue=_epilogue(spec, dtype, batch, formats),
         batch=batch,
@@ -102,27 +99,26 @@ def _matrix(
     ]
 
 
-def _layer_tensors(
-    spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: WeightFormats, lanes: int
-) -> list[Tensor]:
-    """The tensors that a layer of any kind may name."""
-    shapes = layer_weight_shapes(spec)
+def _layer(
+    spec: DecoderSpec, ops: Sequence[Op], context: int, dtype: DType, batch: int, formats: WeightFormats, lanes: int
+) -> Block:
+    weights = layer_weights(spec)
     tensors = [
         tensor
-        for role, shape in shapes.items()
-        for tensor in _matrix(spec, role, shape, dtype, LAYER_WEIGHT_KEYS[role], formats.of(role))
+        for role, (key, shape) in weights.items()
+        for tensor in _matrix(spec, role, shape, dtype, key, formats.of(role))
     ]
-    widths = {
-        "attn_in": spec.hidden, "q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width,
-        "q_normed": spec.q_width, "k_normed": spec.kv_width, "q_rot": spec.q_width, "k_rot": spec.kv_width,
-        "attn": spec.q_width, "attn_out": spec.hidden, "x_mid": spec.hidden, "mlp_in": spec.hidden,
-        "gate": spec.intermediate, "up": spec.intermediate, "act": spec.intermediate, "mlp_out": spec.hidden,
-        "x_out": spec.hidden,
-    }  # fmt: skip
+    widths = {"x": spec.hidden}
+    for op in ops:
+        if op.kind is _K.GEMV_TILE:
+            widths[op.output] = weights[op.inputs[1].removesuffix(".w")].shape[0]
+        elif op.kind is not _K.KV_APPEND:
+            widths[op.output] = widths[op.inputs[0]]
+    del widths["x"]
     tensors += [Tensor(name, _ACT, dtype, (batch, width)) for name, width in widths.items()]
     caches = [cache_names(side, spec.n_kv_heads, batch // lanes) for side in "kv"]
     tensors += [Tensor(name, _CACHE, dtype, (context, 1, spec.head_dim)) for side in caches for name in side]
-    return tensors
+    return _block(tensors, ops)
 
 
 def _epilogue(spec: DecoderSpec, dtype: DType, batch: int, formats: WeightFormats) -> Block:

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from flywheel.errors import UsageError, WeightsError
+from flywheel.models.families import layer_weights
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import dequantise, shape_of
 from flywheel.models.spec import (
     MODEL_WEIGHT_KEYS,
     DecoderSpec,
-    layer_weight_key,
-    layer_weight_shapes,
     model_weight_key,
 )
 from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors
@@ -95,7 +94,7 @@ class OracleWeights:
             return given[key].detach().to(device, dtype)
 
         def layer(index: int) -> EagerLayer:
-            held = {role: layer_weight_key(role, index) for role in layer_weight_shapes(spec)}
+            held = {role: weight.key.format(i=index) for role, weight in layer_weights(spec).items()}
             if made:
                 return EagerLayer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
             parts = {role: _parts(given, key, device) for role, key in held.items() if codes_of(key) in given}

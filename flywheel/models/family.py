@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.models.blocks import attention_ops, mlp_ops
+from flywheel.models.blocks import LayerWeight, attention_ops, mlp_ops, usual_weights
 from flywheel.models.config_reading import Fields
 from flywheel.models.graph import Op
 from flywheel.models.spec import DecoderSpec
@@ -33,6 +33,8 @@ class Family:
     architecture: str
     layers: Callable[[DecoderSpec, int, int], Sequence[tuple[Op, ...]]] = alike_layers
     """(spec, context, lanes) -> the operations of each layer."""
+    weights: Callable[[DecoderSpec], Mapping[str, LayerWeight]] = usual_weights
+    """The weights of a layer by role: operations name them `ROLE.w`. Matrices have the roles of LAYER_MATRICES."""
     n_kv_heads: int | None = None
     """None: as many as query heads."""
     head_dim: int | None = None

@@ -7,9 +7,10 @@ from math import prod
 
 from flywheel.errors import TooLargeError
 from flywheel.ir import BufferKind, DType, GpuTarget
+from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import HEAD, PLAIN, WeightFormats
 from flywheel.models.graph import Block, Graph
-from flywheel.models.spec import DecoderSpec, layer_weight_shapes, model_weight_shapes
+from flywheel.models.spec import DecoderSpec, model_weight_shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flywheel.errors import WeightsError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
+from flywheel.models.families import count_params, layer_weight_shapes
 from flywheel.models.formats import BLOCK, HEAD, MATRICES, WeightFormat, WeightFormats, formats_of
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.spec import (
@@ -24,7 +25,6 @@ from flywheel.models.spec import (
     DecoderSpec,
     Shape,
     layer_weight_key,
-    layer_weight_shapes,
 )
 from flywheel.tensors import TORCH_DTYPES, all_finite
 
@@ -219,7 +219,7 @@ def keeping(
 def kept_bytes(spec: DecoderSpec, formats: WeightFormats, dtype: DType) -> int:
     """Bytes of all kept weights of a model."""
     shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
-    total = dtype.nbytes(spec.n_params)
+    total = dtype.nbytes(count_params(spec))
     for role, key in matrix_keys(spec):
         format, shape = formats.of(role), (shapes[role][0], shapes[role][1])
         if format is not None:

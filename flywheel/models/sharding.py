@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,10 +17,6 @@ _K = InstructionKind
 
 ROW_QUANTUM: Final = 16
 """Rows of the head's matrix on one GPU are a multiple of it, except on the last GPU."""
-
-SUMS: Final = {"attn_out": ("attn_sum", "attn_add"), "mlp_out": ("mlp_sum", "mlp_add")}
-"""Product of which each GPU makes a summand -> the operation that adds the summands, and the one that adds the
-residual."""
 
 SHARE: Final = "logits_share"
 """The operation by which each GPU sends the others its logits."""
@@ -79,32 +76,56 @@ def _of_rank(
     streams = dict(zip(part.streams, named.streams, strict=True))
     kinds = []
     for own, all_of_it in zip(part.kinds, whole.kinds, strict=True):
-        layer = {name: _part(spec, name, own, all_of_it, rank, head) for name in own.tensors}
+        layer = {name: _part(spec, name, own, all_of_it, rank, ranks, head) for name in own.tensors}
         for cache in [name for name, tensor in layer.items() if tensor.kind is BufferKind.KV_CACHE]:
             side, _, stream = cache.partition(".")
             name = f"{side}.{streams[stream]}"
             layer[f"{name}."] = replace(layer.pop(cache), name=name)
         layer = {name.removesuffix("."): tensor for name, tensor in layer.items()}
-        ops = [each for op in own.ops for each in _summed(op, layer, rank, ranks)]
-        kinds.append(Block(layer, tuple(ops)))
+        _check_norms(spec, own, all_of_it)
+        kinds.append(Block(layer, tuple(_summed(own.ops, layer, rank, ranks))))
     return replace(named, kinds=tuple(kinds), epilogue=_vocabulary(spec, part.epilogue, formats, rank, ranks))
 
 
-def _summed(op: Op, tensors: dict[str, Tensor], rank: int, ranks: int) -> list[Op]:
-    """The operation, or the operations that replace it where it makes a summand or adds the residual to one."""
-    if op.output in SUMS:
-        made = tensors[op.output]
-        for each in range(ranks):
-            name = summand(op.output, each)
-            tensors[name] = replace(made, name=name, dtype=DType.F32)
-        tensors[op.output] = replace(made, dtype=DType.F32)
-        return [op if rank == 0 else replace(op, output=summand(op.output, rank))]
-    for product, (name, residual) in SUMS.items():
-        if op.name == residual:
-            summands = tuple([summand(product, each) for each in range(ranks)])
-            total = Op(name, _K.ALLREDUCE_SHARD, summands, op.output)
-            return [replace(op, output=summands[0]), total] if rank == 0 else [total]
-    return [op]
+def _check_norms(spec: DecoderSpec, part: Block, whole: Block) -> None:
+    """Raises ConfigError for a norm of what several GPUs have a part of."""
+    for own, all_of_it in zip(part.ops, whole.ops, strict=True):
+        if own.kind is _K.RMSNORM and own.params != all_of_it.params:
+            raise ConfigError(f"{spec.name}: {own.name} is a norm of all heads, which several GPUs cannot share")
+
+
+def _summed(ops: Sequence[Op], tensors: dict[str, Tensor], rank: int, ranks: int) -> list[Op]:
+    """The operations of a layer on a GPU, and the sums of what each GPU makes of some columns of a matrix.
+
+    Where an addition alone reads the result, the sum takes its place, and the first GPU's summand includes the
+    residual.
+    """
+    found = []
+    products = [op.output for op in ops if op.kind is _K.GEMV_TILE and _has_columns(tensors[op.inputs[1]])]
+    readers = {name: [op for op in ops if name in op.inputs] for name in products}
+    added = {name: its[0] for name, its in readers.items() if [op.kind for op in its] == [_K.ADD]}
+    for op in ops:
+        product = next((name for name in products if op.output == name or op is added.get(name)), None)
+        if product is None:
+            found.append(op)
+            continue
+        summands = tuple([summand(product, each) for each in range(ranks)])
+        total = Op(f"{product.removesuffix('_out')}_sum", _K.ALLREDUCE_SHARD, summands, op.output)
+        if op.output == product:
+            tensors |= {name: replace(tensors[product], name=name, dtype=DType.F32) for name in summands}
+            residual = product in added
+            if residual:
+                tensors[product] = replace(tensors[product], dtype=DType.F32)
+            found.append(op if residual and rank == 0 else replace(op, output=summands[rank]))
+            found += [] if residual else [total]
+        else:
+            found += [replace(op, output=summands[0]), total] if rank == 0 else [total]
+    return found
+
+
+def _has_columns(matrix: Tensor) -> bool:
+    """Whether a GPU has some columns of a matrix."""
+    return matrix.part is not None and matrix.part[0] == 1
 
 
 def summand(product: str, rank: int) -> str:
@@ -129,7 +150,7 @@ def _vocabulary(spec: DecoderSpec, block: Block, formats: WeightFormats, rank: i
     return Block(block.tensors, (*ops[: place + 1], share, *ops[place + 1 :]))
 
 
-def _part(spec: DecoderSpec, name: str, part: Block, whole: Block, rank: int, head: int) -> Tensor:
+def _part(spec: DecoderSpec, name: str, part: Block, whole: Block, rank: int, ranks: int, head: int) -> Tensor:
     """A layer's tensor, as a part of the whole model's tensor if it is smaller."""
     tensor, source = part.tensors[name], whole.tensors.get(name)
     if tensor.kind is not BufferKind.WEIGHT or source is None or source.shape == tensor.shape:
@@ -137,7 +158,7 @@ def _part(spec: DecoderSpec, name: str, part: Block, whole: Block, rank: int, he
     axis = 0 if source.shape[0] != tensor.shape[0] else 1
     matrix = name.removesuffix(zeros_of("")).removesuffix(scales_of(""))
     size, shape = part.tensors[matrix].shape[axis], whole.tensors[matrix].shape
-    first = head * spec.head_dim if matrix[0] in "kv" else rank * size
+    first = rank * size if ranks * size == shape[axis] else head * spec.head_dim  # GPUs may share a KV head
     format = whole.tensors[matrix].format
     unit = 1
     if name != matrix and format is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from types import MappingProxyType
 from typing import Final
 
@@ -124,12 +123,6 @@ class DecoderSpec:
         """Query heads that share a KV head."""
         return self.n_heads // self.n_kv_heads
 
-    @property
-    def n_params(self) -> int:
-        """All parameters; a tied head counts once."""
-        a_layer = sum(map(prod, layer_weight_shapes(self).values()))
-        return sum(map(prod, model_weight_shapes(self).values())) + self.n_layers * a_layer
-
 
 MODEL_WEIGHT_KEYS: Final = MappingProxyType(
     {
@@ -158,7 +151,7 @@ LAYER_WEIGHT_KEYS: Final = MappingProxyType(
         "down_proj": "model.layers.{i}.mlp.down_proj.weight",
     }
 )
-"""Role of a layer's weight -> its Hugging Face state-dict key, with `{i}` for the layer."""
+"""Role of a layer's weight -> the state-dict key that most families have, with `{i}` for the layer."""
 
 
 def model_weight_key(spec: DecoderSpec, role: str) -> str:
@@ -175,26 +168,6 @@ def model_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
     """Role -> shape of the weights that exist once; a tied head is absent. Matrices are [N_out, K_in]."""
     shapes: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden), "final_norm": (spec.hidden,)}
     return shapes if spec.tied_head else {**shapes, "lm_head": (spec.vocab, spec.hidden)}
-
-
-def layer_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
-    """Role -> shape of the weights that every layer has, in the order of LAYER_WEIGHT_KEYS. Matrices are
-    [N_out, K_in]."""
-    biases: dict[str, Shape] = {"q_bias": (spec.q_width,), "k_bias": (spec.kv_width,), "v_bias": (spec.kv_width,)}
-    norms: dict[str, Shape] = {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
-    return {
-        "input_norm": (spec.hidden,),
-        "q_proj": (spec.q_width, spec.hidden),
-        "k_proj": (spec.kv_width, spec.hidden),
-        "v_proj": (spec.kv_width, spec.hidden),
-        **(biases if spec.qkv_bias else {}),
-        **(norms if spec.qk_norm else {}),
-        "o_proj": (spec.hidden, spec.q_width),
-        "post_attention_norm": (spec.hidden,),
-        "gate_proj": (spec.intermediate, spec.hidden),
-        "up_proj": (spec.intermediate, spec.hidden),
-        "down_proj": (spec.hidden, spec.intermediate),
-    }
 
 
 def check_spec(spec: DecoderSpec) -> None:

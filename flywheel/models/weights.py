@@ -14,11 +14,10 @@ from torch import Tensor
 
 from flywheel.errors import WeightsError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.models.families import layer_weights
 from flywheel.models.spec import (
     DecoderSpec,
     Shape,
-    layer_weight_key,
-    layer_weight_shapes,
     model_weight_key,
     model_weight_shapes,
 )
@@ -94,8 +93,9 @@ def checkpoint_tensors(spec: DecoderSpec) -> dict[str, Shape]:
 def _tensors(spec: DecoderSpec) -> list[tuple[str, str, Shape]]:
     """(key, role, shape) of every weight."""
     once = [(model_weight_key(spec, role), role, shape) for role, shape in model_weight_shapes(spec).items()]
-    a_layer = layer_weight_shapes(spec).items()
-    return [*once, *((layer_weight_key(role, i), role, shape) for i in range(spec.n_layers) for role, shape in a_layer)]
+    a_layer = layer_weights(spec).items()
+    layers = [(key.format(i=i), role, shape) for i in range(spec.n_layers) for role, (key, shape) in a_layer]
+    return [*once, *layers]
 
 
 def random_weights(

@@ -13,8 +13,9 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import calls_of
 from flywheel.models.decoder import decode_step
+from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import CODES, HEAD, MATRICES, WeightFormat, WeightFormats
-from flywheel.models.spec import DecoderSpec, layer_weight_shapes
+from flywheel.models.spec import DecoderSpec
 
 Form: TypeAlias = Literal["whole", "codes", "tiles", "words", "layers"]
 """How a rival holds quantised matrices: whole (dequantised, rounded to the compute dtype); as codes with scales; as the

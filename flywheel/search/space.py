@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import ConfigError, InvalidProgramError, UsageError
-from flywheel.ir import DType, ScheduleConfig
+from flywheel.ir import DType, InstructionKind, ScheduleConfig
 from flywheel.ir.show import did_you_mean
-from flywheel.lowering.fusion import PATTERNS
+from flywheel.lowering.fusion import patterns_of
 from flywheel.lowering.lower import lower
 from flywheel.plan import kernel_variant, variant_of
 from flywheel.plan.variant import COPIES
-from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Value, blocks_of, distance, rows_of
+from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Knob, Value, distance, rows_of
 from flywheel.search.workload import Workload
 
 Fixed = Mapping[str, str]
+Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class Space:
 
     workload: Workload
     dimensions: tuple[Dimension, ...]
+    groups: Mapping[tuple[str, int], Groups] = field(init=False, repr=False, compare=False)
+    """Knob and level -> the operations that are fused."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", groups_of(self.workload))
 
     def to_config(self, choice: Choice, like: ScheduleConfig | None = None) -> ScheduleConfig:
         """The config that `choice` stands for. `choice` has one value for each dimension. What no knob decides is as in
@@ -110,7 +116,7 @@ class Space:
         """The choice that stands for `config`; where `config` lies outside this space, a choice near it.
 
         Each knob gets the value nearest to the config's. A knob that the config does not set, or whose fused run of
-        operations is not in PATTERNS, keeps the value of the first choice of `known_good`.
+        operations the model does not fuse, keeps the value of the first choice of `known_good`.
         """
         exact = self.to_choice(config)
         if exact is not None:
@@ -149,8 +155,8 @@ class Space:
         for knob, projections in _ROWS.items():
             own = tiling.get(f"gemv.{projections[0]}", {})
             choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
-        for (knob, level), names in _FUSED.items():
-            if {frozenset(group) for group in self._groups(names)} <= groups:
+        for (knob, level), fused in self.groups.items():
+            if {frozenset(group) for group in fused} <= groups:
                 choice[knob] = level
             choice.setdefault(knob, 0)
         return choice
@@ -215,15 +221,30 @@ class Space:
     def _dimension(self, name: str) -> Dimension:
         return next(dimension for dimension in self.dimensions if dimension.name == name)
 
-    def _grouping(self, choice: Choice) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            group for (knob, level), names in _FUSED.items() if choice[knob] == level for group in self._groups(names)
-        )
+    def _grouping(self, choice: Choice) -> Groups:
+        return tuple([group for (knob, level), own in self.groups.items() if choice[knob] == level for group in own])
 
-    def _groups(self, names: str) -> list[tuple[str, ...]]:
-        """Groups of _FUSED, without the operations that the model lacks."""
-        ops = {op.name for block in blocks_of(self.workload) for op in block.ops} | set(PATTERNS["out"].before)
-        return [tuple(name for name in group.split() if name in ops) for group in names.split(";")]
+
+def groups_of(workload: Workload) -> dict[tuple[str, int], Groups]:
+    """_FUSED without the operations that the model lacks or that fuse with none."""
+    graph = workload.graph
+    runs = {name for block in graph.blocks for pattern in patterns_of(graph, block) for name in pattern.names}
+    return {
+        key: tuple([tuple([name for name in group.split() if name in runs]) for group in names.split(";")])
+        for key, names in _FUSED.items()
+    }
+
+
+def _levels(workload: Workload, knob: Knob) -> tuple[Value, ...]:
+    """The values of a knob that fuse what no lower one does."""
+    groups = groups_of(workload)
+    kinds = {op.name: op.kind for block in workload.graph.blocks for op in block.ops}
+    found: dict[tuple[tuple[str, ...], ...], Value] = {}
+    for value in knob.values(workload):
+        own = groups.get((knob.name, int(value)), ())
+        fused = [names for names in own if {kinds.get(name) for name in names} != {InstructionKind.GEMV_TILE}]
+        found.setdefault(tuple([names for names in fused if len(names) > 1]), value)
+    return tuple(found.values())
 
 
 def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space:
@@ -234,7 +255,7 @@ def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space
             raise UsageError(f"knob {name!r}{did_you_mean(name, names)} is not one of {', '.join(names)}")
     dimensions = []
     for knob in KNOBS:
-        values = tuple(knob.values(workload))
+        values = _levels(workload, knob) if knob.name.startswith("fuse.") else tuple(knob.values(workload))
         if knob.name in fixed:
             pinned = tuple(value for value in values if str(value) == fixed[knob.name])
             if not pinned:

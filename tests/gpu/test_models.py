@@ -9,11 +9,12 @@ from random import Random
 
 import pytest
 import torch
+from fusing import PATTERNS
 from torch import Tensor
 
 from flywheel.errors import ConfigError
 from flywheel.ir import BufferKind, DType, GpuTarget, MegakernelProgram, ScheduleConfig
-from flywheel.lowering.fusion import COMBINE, PATTERNS, Pattern
+from flywheel.lowering.fusion import COMBINE, Pattern
 from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.catalog import CATALOG

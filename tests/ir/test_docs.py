@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from fusing import PATTERNS
+
 from flywheel.ir import (
     PARAM_FIELDS,
     RECIPE_PARAM_FIELDS,
@@ -17,7 +19,7 @@ from flywheel.ir import (
 )
 from flywheel.ir.opcode_table import opcode_table, with_table
 from flywheel.ir.validate.findings import CODES, STRICT_CODES
-from flywheel.lowering.fusion import PATTERNS, Pattern
+from flywheel.lowering.fusion import Pattern
 
 TEXT = (Path(__file__).parents[2] / "docs" / "ir.md").read_text()
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
+from fusing import PATTERNS
 
 from flywheel.errors import ConfigError
 from flywheel.ir import InstructionKind, MegakernelProgram, Task, validate
-from flywheel.lowering.fusion import PATTERNS, Pattern, plan_fusion
+from flywheel.lowering.fusion import Pattern, plan_fusion
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id

@@ -20,10 +20,11 @@ from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder, OracleWeights
+from flywheel.models.families import layer_weight_shapes
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import quantise, quantised
-from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
+from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
 from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
 from flywheel.rivals.products import Coded, multiply

@@ -19,7 +19,7 @@ _EXCHANGES = (InstructionKind.ALLREDUCE_SHARD, InstructionKind.COPY)
 def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
     """Tile sets of one block, in execution order. Raises ConfigError where sizes and fusions contradict each other."""
     sets: list[TileSet] = []
-    merging = any(group.merges for group in groups)
+    merging = next((group for group in groups if group.merges), None)
     left: list[str] = []
     for group in groups:
         kinds = {op.kind for op in group.ops}
@@ -32,7 +32,7 @@ def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
         else:
             sets += emit_attention(scope, group)
         if InstructionKind.ATTENTION_TILE in kinds:
-            limit = merge_limit(scope) if merging else 1
+            limit = 1 if merging is None else merge_limit(scope, merging)
             merged, left = emit_combine(scope, partial_names(scope, group), limit)
             sets += merged
     return sets

@@ -21,19 +21,28 @@ _K = InstructionKind
 _NEW: Final = "partial.new"
 """The partial of the row that the launch appends."""
 
-_OUT: Final = "o_proj.w"
 
 def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
-    """Tile sets of a group with appends, the attention, or both: one task for each head (and KV block)."""
-    ops = {op.name: op for op in group.ops}
+    """Tile sets of a group with appends, the attention, or both: one task for each head (and KV block). Functions of
+    this module know the group's operations by what they make."""
+    ops = {op.output: op for op in group.ops}
     appends = [op for op in group.ops if op.kind is _K.KV_APPEND]
-    if "attention" not in ops:
+    if not any(op.kind is _K.ATTENTION_TILE for op in group.ops):
         return _emit_append(scope, ops, appends)
     if not appends:
         return _emit_attend(scope, ops)
     past = _emit_past(scope, ops) if len(scope.tiling.kv_blocks()) > 1 else []
     # The tasks of the past come first, so that no earlier set writes the caches, and they wait for none.
     return [*past, *(_append_and_attend(scope, ops, head) for head in _heads(scope))]
+
+
+def _attention(ops: Mapping[str, Op]) -> Op:
+    return next(op for op in ops.values() if op.kind is _K.ATTENTION_TILE)
+
+
+def _appends(ops: Mapping[str, Op]) -> list[Op]:
+    """The appends to an attention's caches: of keys, then of values."""
+    return [ops[name] for name in _attention(ops).inputs[1:]]
 
 
 def partial_names(scope: Scope, group: Group) -> list[str]:
@@ -64,10 +73,11 @@ def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[T
     return sets, names
 
 
-def merge_limit(scope: Scope) -> int:
-    """How many partials the output projection can merge. Its weight's tensors and the residual are operands, too."""
-    weight = scope.tensor(_OUT)
-    tensors = 1 if weight.format is None else len(quantised_names(_OUT, weight.format))
+def merge_limit(scope: Scope, group: Group) -> int:
+    """How many partials the product of a group can merge. Its weight's tensors and the residual are operands, too."""
+    name = next(op.inputs[1] for op in group.ops if op.kind is _K.GEMV_TILE)
+    weight = scope.tensor(name)
+    tensors = 1 if weight.format is None else len(quantised_names(name, weight.format))
     return ABI_MAX_INPUTS - tensors - 1
 
 
@@ -124,13 +134,13 @@ def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
     """One task for each head and block, over all rows of the block up to the new one."""
     blocks = scope.tiling.kv_blocks()
     windows = [{"kv_start": start, "kv_len": length} for start, length in blocks]
-    names = [_block_name(block) for block in range(len(blocks))] if len(blocks) > 1 else [ops["attention"].output]
+    names = [_block_name(block) for block in range(len(blocks))] if len(blocks) > 1 else [_attention(ops).output]
     return _emit_windows(scope, ops, windows, names)
 
 
 def _emit_past(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
     """One task for each head and block, over the rows before the new one."""
-    pos = ops["k_append"].params["pos"]
+    pos = _appends(ops)[0].params["pos"]
     windows = [
         {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos}
         for start, length in _past_blocks(scope)
@@ -142,7 +152,7 @@ def _emit_windows(
     scope: Scope, ops: dict[str, Op], windows: Sequence[dict[str, int]], outputs: Sequence[str]
 ) -> list[TileSet]:
     """One task for each head and window. Tasks of one output share its counter."""
-    graph, attention = scope.graph, ops["attention"]
+    graph, attention = scope.graph, _attention(ops)
     recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in _heads(scope)]
     sets = []
     for window, output in zip(windows, outputs, strict=True):
@@ -193,19 +203,22 @@ def _attend_recipe(
 def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
     """One head's appends and attention: over the new row if the context has several blocks, else over the whole
     context."""
-    graph, attention = scope.graph, ops["attention"]
-    pos = ops["k_append"].params["pos"]
+    graph, attention = scope.graph, _attention(ops)
+    appends = _appends(ops)
+    pos = appends[0].params["pos"]
     whole = len(scope.tiling.kv_blocks()) == 1
     output = attention.output if whole else _NEW
     builder = RecipeBuilder()
     made = _own_position(scope, builder, ops, head)
-    if "q_norm" in ops:
+    name = attention.inputs[0]
+    while name in ops and ops[name].kind is not _K.RMSNORM:
+        name = ops[name].inputs[0]
+    if name in ops:
         # First, so that only steps of the new row stand between the key's rope and the attention.
-        name = ops["q_norm"].output
         made[name] = _head_value(scope, builder, ops, name, head, graph.group * graph.head_dim, made)
-    for index, name in enumerate(("k_append", "v_append")):
-        rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim, made)
-        _append(scope, builder, ops[name], rows, head, Output(index + 1))
+    for index, op in enumerate(appends):
+        rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
+        _append(scope, builder, op, rows, head, Output(index + 1))
     width = _attend(scope, builder, ops, head, output, made)
     window = {"kv_start": 0, "kv_len": graph.context}
     if not whole:
@@ -237,7 +250,7 @@ def _attend(
 
     `made` are the head's values that the recipe already has.
     """
-    graph, attention = scope.graph, ops["attention"]
+    graph, attention = scope.graph, _attention(ops)
     query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim, made)
     caches = [builder.operand(name) for name in _caches(scope, attention, head)]
     extra = 0 if output == attention.output else PARTIAL_EXTRA
@@ -259,7 +272,7 @@ def _head_value(
     """The arg with one head's `width` columns of `name`. If a fused operation makes `name`, the recipe computes it."""
     if name in made:
         return made[name]
-    maker = next((op for op in ops.values() if op.output == name), None)
+    maker = ops.get(name)
     if maker is None:
         return builder.columns(name, head * width, width, scope.dtype)
     value = _head_value(scope, builder, ops, maker.inputs[0], head, width, made)

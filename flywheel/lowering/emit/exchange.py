@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from flywheel.ir import InstructionKind, Stretch, Tiles
 from flywheel.ir.recipe import FINAL, Recipe, RecipeBuilder
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.models.graph import Op
 
 _K = InstructionKind
-
-_MAKERS: Final = {"attn_sum": "o_proj", "mlp_sum": "down_proj", "logits_share": "lm_head"}
-"""Operation of an exchange -> the product whose tiles it has."""
-
 
 def emit_exchange(scope: Scope, op: Op) -> list[TileSet]:
     """The pushes of a GPU's columns to each other GPU, one product tile's columns in a task.
@@ -40,12 +34,23 @@ def _tiles(scope: Scope, op: Op, pushed: str | None) -> Tiles:
     first, stop = op.rows or (0, scope.tensor(op.inputs[0]).width)
     own = {} if batch == 1 else {"M_tile": batch}
     stretches = []
-    for start, rows, count in scope.tiling.cuts(_MAKERS[op.name], stop - first):
+    for start, rows, count in scope.tiling.cuts(_product(scope, op), stop - first):
         recipe = _sum(scope, op, rows, own) if pushed is None else _copy(scope, pushed, rows, own)
         params = {**own, "N_tile": rows, "n_off": first + start, "recipe": recipe}
         flops = rows * batch * (len(op.inputs) if pushed is None else 0)
         stretches.append(Stretch(params, 0, flops, count))
     return Tiles(stretches)
+
+
+def _product(scope: Scope, op: Op) -> str:
+    """The product whose tiles an exchange has: the nearest that its own columns are made of."""
+    makers: dict[str, Op] = {}
+    for each in (each for block in scope.graph.blocks for each in block.ops):
+        makers.setdefault(each.output, each)
+    name = op.inputs[scope.rank] if op.kind is _K.ALLREDUCE_SHARD else op.inputs[0]
+    while makers[name].kind is not _K.GEMV_TILE:
+        name = makers[name].inputs[0]
+    return makers[name].name
 
 
 def _copy(scope: Scope, name: str, rows: int, own: dict[str, int]) -> Recipe:

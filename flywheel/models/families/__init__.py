@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import UnsupportedModelError
+from flywheel.models.blocks import LayerWeight
 from flywheel.models.families import llama, mistral, qwen2, qwen3, smollm3
 from flywheel.models.family import Family
-from flywheel.models.spec import DecoderSpec
+from flywheel.models.spec import DecoderSpec, Shape, model_weight_shapes
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {each.FAMILY.name: each.FAMILY for each in (llama, mistral, qwen2, qwen3, smollm3)}
@@ -22,3 +24,19 @@ def family_of(spec: DecoderSpec) -> Family:
     if spec.family not in FAMILIES:
         raise UnsupportedModelError(f"{spec.name}: family={spec.family!r} is not one of {', '.join(FAMILIES)}")
     return FAMILIES[spec.family]
+
+
+def layer_weights(spec: DecoderSpec) -> Mapping[str, LayerWeight]:
+    """Role -> weight of the weights that every layer has. Raises UnsupportedModelError as `family_of`."""
+    return family_of(spec).weights(spec)
+
+
+def layer_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
+    """Role -> shape of `layer_weights`."""
+    return {role: weight.shape for role, weight in layer_weights(spec).items()}
+
+
+def count_params(spec: DecoderSpec) -> int:
+    """All parameters; a tied head counts once."""
+    a_layer = sum(map(prod, layer_weight_shapes(spec).values()))
+    return sum(map(prod, model_weight_shapes(spec).values())) + spec.n_layers * a_layer

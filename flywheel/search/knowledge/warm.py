@@ -20,9 +20,10 @@ from flywheel.errors import StoreError, UnknownNameError, UnsupportedModelError
 from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
+from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import LAYER_MATRICES
 from flywheel.models.sharding import local_spec
-from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
+from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.plan import is_current
 from flywheel.plan.kernels import BULK_COPY_ARCH
 from flywheel.search.knobs import Choice, Value

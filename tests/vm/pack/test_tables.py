@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
-from flywheel.lowering.fusion import PATTERNS
+from flywheel.lowering.fusion import patterns_of
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling
@@ -39,11 +39,11 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
     dtype = draw(st.sampled_from((DType.F32, DType.F32, DType.BF16)))
     batch = draw(st.sampled_from((1, 1, 2, 5, 8)))
     graph = decode_step(spec, CONTEXT, dtype, batch)
-    present = {op.name for op in (*graph.kinds[0].ops, *graph.epilogue.ops)} | {"attn_combine"}
+    patterns = [pattern for block in graph.blocks for pattern in patterns_of(graph, block)]
     groups: list[tuple[str, ...]] = []
     taken: set[str] = set()
     for group in draw(st.permutations(FUSED)):
-        admitted = any(pattern.admits(frozenset(group), frozenset(present)) for pattern in PATTERNS.values())
+        admitted = any(pattern.admits(frozenset(group)) for pattern in patterns)
         if group and admitted and not taken & set(group) and draw(st.integers(0, 3)):
             groups.append(group)
             taken |= set(group)

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from fusing import PATTERNS
 from torch import Tensor
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import BufferKind, DType, MegakernelProgram, ScheduleConfig, validate
-from flywheel.lowering.fusion import COMBINE, PATTERNS, Pattern
+from flywheel.lowering.fusion import COMBINE, Pattern
 from flywheel.vm.reference import ReferenceVM
 
 IN, OUT, ACT = BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.ACTIVATION
