@@ -1,7 +1,8 @@
 """Published decoders by name. Adding a model is adding a record.
 
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
-Mistral-7B-v0.3, Qwen2.5-7B, Qwen3-0.6B, Qwen3-8B, Qwen3-14B, SmolLM2-135M and SmolLM3-3B.
+Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Qwen3-4B-Instruct-2507,
+Qwen3-8B, Qwen3-14B, Qwen3-32B, SmolLM2-135M and SmolLM3-3B.
 """
 
 from __future__ import annotations
@@ -33,11 +34,19 @@ _SPECS: Final = (
     DecoderSpec("llama3.2-3b", "llama", 3072, 8192, 28, 24, 8, 128, 128256, 5e5, 1e-5, 131072,
                 tied_head=True, rope_scaling=_LLAMA_3_2),
     DecoderSpec("mistral-7b", "mistral", 4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768),
+    DecoderSpec("mistral-small-24b", "mistral", 5120, 32768, 40, 32, 8, 128, 131072, 1e8, 1e-5, 32768),
     DecoderSpec("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 1e6, 1e-6, 131072, qkv_bias=True),
     DecoderSpec("qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 1e6, 1e-6, 40960,
                 tied_head=True, qk_norm=True),
+    DecoderSpec("qwen3-1.7b", "qwen3", 2048, 6144, 28, 16, 8, 128, 151936, 1e6, 1e-6, 40960,
+                tied_head=True, qk_norm=True),
+    DecoderSpec("qwen3-4b", "qwen3", 2560, 9728, 36, 32, 8, 128, 151936, 1e6, 1e-6, 40960,
+                tied_head=True, qk_norm=True),
+    DecoderSpec("qwen3-4b-2507", "qwen3", 2560, 9728, 36, 32, 8, 128, 151936, 5e6, 1e-6, 262144,
+                tied_head=True, qk_norm=True),
     DecoderSpec("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
     DecoderSpec("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
+    DecoderSpec("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
     DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
     DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
                 nope_every=4),
