@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from flywheel.ir.access import Region, tile
-from flywheel.ir.layers import LayeredTable, Layers, Span
+from flywheel.ir.layers import LayeredTable, Span
+from flywheel.ir.numbered import as_runs
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Input, Recipe, Scratch
 from flywheel.ir.records import Buffer, Wait
-from flywheel.ir.repeating import layers_of
-from flywheel.ir.runs import Run, Runs, make_run
-from flywheel.ir.tiles import Tile, Tiles, stretches_of
+from flywheel.ir.repeating import Brief, brief_of
+from flywheel.ir.runs import Run, Runs
+from flywheel.ir.tiles import Tiles, stretches_of
 
 
 def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
@@ -27,12 +28,9 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     Buffers and counters keep their ids; tasks are numbered anew. No buffers share a page: on several GPUs, each has
     memory of its own.
     """
-    tasks = program.tasks if isinstance(program.tasks, Runs) else _as_runs(program)
-    layers = layers_of(program)
-    buffers = program.buffers.spelled if isinstance(program.buffers, LayeredTable) and layers else program.buffers
-    counters = program.counters.spelled if isinstance(program.counters, LayeredTable) and layers else program.counters
-    spelled = tasks.spelled if layers is not None else tasks.runs
-    homes = {buffer.id: buffer.rank for buffer in buffers}
+    brief, tasks = brief_of(program), as_runs(program.tasks)
+    layers, spelled = brief.layers, brief.runs
+    homes = {buffer.id: buffer.rank for buffer in brief.buffers}
     own = [
         place
         for place, run in enumerate(spelled)
@@ -42,32 +40,20 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     made = {number for run in kept for number in run.outputs}
     arrived = {number for run in spelled if run.rank != rank for number in run.outputs if homes[number] == rank}
     runs = _made_here(_waiting(kept), arrived - made)
-    trimmed, runs = _trimmed(buffers, runs)
-    sms = _sms(tasks, set(own), layers)
+    trimmed, runs = _trimmed(brief.buffers, runs)
+    sms = _sms(tasks.sms, brief, set(own))
     if layers is None:
-        return replace(program, ranks=1, buffers=trimmed, counters=counters, tasks=Runs(runs, sms), pages=None)
+        return replace(program, ranks=1, buffers=trimmed, tasks=Runs(runs, sms), pages=None)
     ends = [sum(place < end for place in own) for end in (layers.runs.start, layers.runs.stop)]
     fewer = replace(layers, runs=Span(*ends))
     return replace(
         program,
         ranks=1,
         buffers=LayeredTable(trimmed, fewer),
-        counters=LayeredTable(counters, fewer),
+        counters=LayeredTable(brief.counters, fewer),
         tasks=Runs(runs, sms, fewer),
         pages=None,
     )
-
-
-def _as_runs(program: MegakernelProgram) -> Runs:
-    """The program's tasks, each as a run."""
-    runs = [
-        make_run(
-            task.op, tuple(task.inputs), tuple(task.outputs), task.out_counter, tuple(task.waits), task.label,
-            (Tile(task.params, task.est_bytes, task.est_flops),), task.rank,
-        )
-        for task in program.tasks
-    ]  # fmt: skip
-    return Runs(runs, array("q", [-1 if task.sm is None else task.sm for task in program.tasks]))
 
 
 def _waiting(runs: Sequence[Run]) -> list[Run]:
@@ -92,21 +78,19 @@ def _made_here(runs: Sequence[Run], pushed: set[int]) -> list[Run]:
     return found
 
 
-def _sms(tasks: Runs, own: set[int], layers: Layers | None) -> array[int]:
+def _sms(sms: array[int], brief: Brief, own: set[int]) -> array[int]:
     """The SMs of the runs `own`, once for each time that a run comes."""
-    if layers is None:
-        listed = list(range(len(tasks.runs)))
-        runs: Sequence[Run] = tasks.runs
-    else:
-        start, stop, runs = layers.runs.start, layers.runs.stop, tasks.spelled
-        listed = [*range(start), *list(range(start, stop)) * layers.times, *range(stop, len(runs))]
-    sms, first = array("q"), 0
+    listed = [*range(len(brief.runs))]
+    if brief.layers is not None:
+        start, stop = brief.layers.runs.start, brief.layers.runs.stop
+        listed[start:stop] = listed[start:stop] * brief.layers.times
+    found, first = array("q"), 0
     for place in listed:
-        end = first + len(runs[place].tiles)
+        end = first + len(brief.runs[place].tiles)
         if place in own:
-            sms.extend(tasks.sms[first:end])
+            found.extend(sms[first:end])
         first = end
-    return sms
+    return found
 
 
 def _trimmed(buffers: Sequence[Buffer], runs: Sequence[Run]) -> tuple[tuple[Buffer, ...], list[Run]]:

@@ -13,7 +13,7 @@ from flywheel.ir.access import Region
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.runs import Runs
+from flywheel.ir.repeating import brief_of
 from flywheel.ir.tiles import stretches_of
 
 
@@ -25,11 +25,8 @@ def lane_of(task: Task) -> int:
 
 def lanes_of(program: MegakernelProgram) -> int:
     """Consecutive tokens of each sequence that a launch of a program decodes."""
-    tasks = program.tasks
-    if isinstance(tasks, Runs):
-        params = [each.params for run in tasks.spelled for each in stretches_of(run.tiles)]
-        return 1 + max((each.get("lane", 0) for each in params), default=0)
-    return 1 + max((lane_of(task) for task in tasks), default=0)
+    params = [each.params for run in brief_of(program).runs for each in stretches_of(run.tiles)]
+    return 1 + max((each.get("lane", 0) for each in params), default=0)
 
 
 def lanes_of_caches(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> dict[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
+from weakref import ref
 
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import BufferKind
@@ -16,7 +17,7 @@ from flywheel.ir.target import GpuTarget
 from flywheel.ir.version import ABI_VERSION, IR_VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class MegakernelProgram:
     """The buffers, counters and tasks of one decode step on `ranks` GPUs, each of them a `target`.
 
@@ -49,16 +50,16 @@ Found = TypeVar("Found")
 
 
 def once(function: Callable[[MegakernelProgram], Found]) -> Callable[[MegakernelProgram], Found]:
-    """`function`, with its latest answer kept. It answers again with that when it gets the same object. Errors are not
-    kept."""
-    latest: tuple[MegakernelProgram, Found] | None = None
+    """`function`, with its latest answer kept as long as its program lives. It answers again with that when it gets the
+    same object. Errors are not kept."""
+    latest: tuple[ref[MegakernelProgram], Found] | None = None
 
     @wraps(function)
     def found(program: MegakernelProgram) -> Found:
         nonlocal latest
         known = latest  # another thread may replace it
-        if known is None or known[0] is not program:
-            known = latest = program, function(program)
+        if known is None or known[0]() is not program:
+            known = latest = ref(program), function(program)
         return known[1]
 
     return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.ir.dtype import READONLY_KINDS
 from flywheel.ir.layers import LayeredTable, Layers
+from flywheel.ir.numbered import runs_of
 from flywheel.ir.program import MegakernelProgram
-from flywheel.ir.records import Buffer
+from flywheel.ir.records import Buffer, Counter
 from flywheel.ir.runs import Run, Runs
 
 _ALL: Final = 1 << 62
@@ -24,6 +25,27 @@ def layers_of(program: MegakernelProgram) -> Layers | None:
         return None
     shared = all(type(table) is LayeredTable and getattr(table, "layers", None) == layers for table in tables)
     return layers if shared else None
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """The records of a program with the template once; those of the whole program where it has no layers."""
+
+    runs: Sequence[Run]
+    buffers: Sequence[Buffer]
+    counters: Sequence[Counter]
+    layers: Layers | None
+
+
+def brief_of(program: MegakernelProgram) -> Brief:
+    """The records of a program, whatever form they have."""
+    tasks, buffers, counters, layers = program.tasks, program.buffers, program.counters, layers_of(program)
+    if layers is None:
+        return Brief(tasks.runs if isinstance(tasks, Runs) else runs_of(tasks), buffers, counters, None)
+    assert isinstance(tasks, Runs)
+    assert isinstance(buffers, LayeredTable)
+    assert isinstance(counters, LayeredTable)
+    return Brief(tasks.spelled, buffers.spelled, counters.spelled, layers)
 
 
 def local_layers(program: MegakernelProgram) -> Layers | None:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from flywheel.ir.alone import alone
 from flywheel.ir.dtype import BufferKind
-from flywheel.ir.layers import LayeredTable, Layers
+from flywheel.ir.layers import Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import GATHERS
 from flywheel.ir.program import MegakernelProgram, once
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.repeating import local_layers, spelled_out
-from flywheel.ir.runs import Run, Runs, tasks_by_recipe
+from flywheel.ir.repeating import brief_of, local_layers, spelled_out
+from flywheel.ir.runs import Run, tasks_by_recipe
 from flywheel.ir.target import GpuTarget
 
 _IdSource = tuple[int, int | None]
@@ -29,14 +29,17 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     """
     if program.ranks > 1:
         return max(weight_bytes_read(alone(program, rank)) for rank in range(program.ranks))
-    tasks, buffers, layers = program.tasks, program.buffers, local_layers(program)
-    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, LayeredTable):
-        table = {buffer.id: buffer for buffer in buffers}
-        whole, gathered = _weights_read(_readers(tasks, table), table)
+    layers, brief = local_layers(program), brief_of(program)
+    if brief.layers is not None and layers is None:
+        return weight_bytes_read(spelled_out(program))
+    table = {buffer.id: buffer for buffer in brief.buffers}
+    readers: Sequence[Task] = list(tasks_by_recipe(brief.runs, _weights(table)))
+    gathers = any(map(_gathers, readers))
+    if layers is None:
+        # A task that gathers may make ids of its own.
+        whole, gathered = _weights_read(program.tasks if gathers else readers, table)
         return sum(whole.values()) + gathered
-    table = dict(enumerate(buffers.spelled))
-    readers = list(tasks_by_recipe(tasks.spelled, _weights(table)))
-    if any(map(_gathers, readers)) or _reads_by_ids_or_back(tasks.spelled, _weights(table), layers):
+    if gathers or _reads_by_ids_or_back(brief.runs, _weights(table), layers):
         return weight_bytes_read(spelled_out(program))
     whole, gathered = _weights_read(readers, table)
     own = sum([nbytes for number, nbytes in whole.items() if layers.buffers.start <= number < layers.buffers.stop])
@@ -131,14 +134,6 @@ def _recipe_ids(task: Task, arg: Arg, buffers: Mapping[int, Buffer]) -> dict[_Id
         return {(ids, None): buffers[ids].numel}
     made = next(step for step in recipe_steps(task) if step.out == arg)
     return {(task.id, arg.number): made.numel}
-
-
-def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[Task]:
-    """Tasks that together read everything: one for each run and recipe, unless each task may make ids of its own."""
-    if not isinstance(tasks, Runs):
-        return tasks
-    found = list(tasks_by_recipe(tasks.runs, _weights(buffers)))
-    return tasks if any(map(_gathers, found)) else found
 
 
 def _gathers(task: Task) -> bool:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
-from flywheel.ir.layers import LayeredTable
+from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.ir.program import once
-from flywheel.ir.repeating import layers_of
+from flywheel.ir.repeating import brief_of
 from flywheel.ir.runs import uses_by_recipe
 from flywheel.plan.formats import Coding, slot_bytes
 from flywheel.plan.staging import MIN_STAGED_BYTES, StagedOperand, codings_of, operands_of, rows_of, staged_bytes
@@ -199,9 +198,5 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
 
 
 def _operands(program: MegakernelProgram) -> frozenset[StagedOperand]:
-    tasks, buffers = program.tasks, program.buffers
-    if not isinstance(tasks, Runs):
-        return operands_of(tasks, buffers)
-    if layers_of(program) is None or not isinstance(buffers, LayeredTable):
-        return operands_of(uses_by_recipe(tasks.runs), buffers)
-    return operands_of(uses_by_recipe(tasks.spelled), buffers.spelled)  # alike layers have alike operands
+    brief = brief_of(program)  # alike layers have alike operands
+    return operands_of(uses_by_recipe(brief.runs), brief.buffers)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 
@@ -17,6 +18,8 @@ from flywheel.ir import (
     topological_order,
 )
 from flywheel.ir.program import once
+from flywheel.measure.floor import weight_bytes_read
+from flywheel.plan import program_id, variant_of
 
 Change = Callable[..., MegakernelProgram]
 
@@ -83,16 +86,26 @@ def test_an_adversary_is_reproducible(tiny: MegakernelProgram, with_task: Change
 
 
 def test_an_answer_is_given_again_for_the_same_object_alone() -> None:
-    asked: list[MegakernelProgram] = []
+    asked: list[int] = []
 
     @once
     def ranks(program: MegakernelProgram) -> int:
-        asked.append(program)
+        asked.append(id(program))
         return program.ranks
 
     one, equal, other = MegakernelProgram(ranks=1), MegakernelProgram(ranks=1), MegakernelProgram(ranks=2)
     assert [ranks(program) for program in (one, one, equal, other, other, one)] == [1, 1, 1, 2, 2, 1]
-    assert [id(program) for program in asked] == [id(program) for program in (one, equal, other, one)]
+    assert asked == [id(program) for program in (one, equal, other, one)]
+
+
+def test_no_answer_keeps_its_program_alive(tiny: MegakernelProgram) -> None:
+    program = replace(tiny)
+    alive = ref(program)
+    variant_of(program)
+    weight_bytes_read(program)
+    program_id(program)
+    del program
+    assert alive() is None
 
 
 def test_what_is_raised_is_raised_again() -> None:

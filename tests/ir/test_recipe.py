@@ -62,7 +62,7 @@ def test_a_recipe_of_a_task_that_takes_none_is_read_and_warned_of(tiny: Megakern
     data["tasks"][1]["params"]["recipe"] = data["tasks"][8]["params"]["recipe"]
     program = program_from_dict(data)
     assert {finding.code for finding in validate(program).warnings} == {"unknown-param"}
-    assert len(program_id(program)) == 16
+    assert len(program_id(program)) == 18
     assert len(works_of(program)) == len(program.tasks)
     data["tasks"][1]["params"]["recipe"] = {"steps": 1}
     with pytest.raises(IrFormatError, match=r"tasks\[1\].params.recipe.steps: expected a list"):
