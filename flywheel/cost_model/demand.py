@@ -17,8 +17,8 @@ from flywheel.cost_model.units import Ints, Unit, Units, units_of
 from flywheel.ir import ABI_MAX_INPUTS, BufferKind, DType, InstructionKind, MegakernelProgram, Runs
 from flywheel.ir.operations import OPERATIONS, Effort
 from flywheel.ir.recipe import Input, Recipe
-from flywheel.plan import KernelVariant, variant_of
-from flywheel.plan.program import queues_of
+from flywheel.plan import KernelVariant
+from flywheel.plan.program import brief_plan, queues_of
 
 Marks = npt.NDArray[np.bool_]
 
@@ -84,7 +84,7 @@ def demand_of(program: MegakernelProgram) -> Demand:
 
     Raises ConfigError as `variant_of`, and InvalidProgramError that names the first task without an SM.
     """
-    tasks, variant, units = program.tasks, variant_of(program), units_of(program)
+    tasks, plan, units = program.tasks, brief_plan(program), units_of(program)
     order, first = queues_of(program)
     works = _works(units, program)
     entries = units.tasks[order]  # numbers among the units of all layers
@@ -94,13 +94,13 @@ def demand_of(program: MegakernelProgram) -> Demand:
     kinds, kind_of = _kinds(works, units, entries, unit_of, first)
     by_place = isinstance(tasks, Runs)
     return Demand(
-        variant=variant,
+        variant=plan.variant,
         task_ids=order if by_place else np.array([task.id for task in tasks], np.int64)[order],
         first=first,
         stream_end=ends[1:] - np.repeat(ends[first[:-1]], np.diff(first)),
         kinds=kinds,
         kind_of=kind_of,
-        gates=gates_of(program, variant, units, entries),
+        gates=gates_of(plan, units, entries),
     )
 
 

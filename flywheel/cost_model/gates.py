@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.cost_model.units import Ints, Units
-from flywheel.ir import MegakernelProgram, Run, Runs, Stretch, Wait
-from flywheel.ir.layers import LayeredTable, Layers
-from flywheel.ir.runs import task_of
-from flywheel.ir.tiles import stretches_of
-from flywheel.plan import KernelVariant
-from flywheel.plan.handoff import Parts, by_data, shares_pages, waits_by_data
-from flywheel.plan.nodes import group_tasks
+from flywheel.ir.layers import Layers
+from flywheel.plan.program import BRIEF, Plan
 
 Marks = npt.NDArray[np.bool_]
-
-_BRIEF: Final = 2
-"""Templates in a program that shows all hand-offs. A task that polls a counter is in the counter's layer or the next
-one, so the first template stands for all but the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +33,8 @@ class Gates:
     """For each gate, whether its waiters poll the data instead of the counter."""
 
 
-def gates_of(program: MegakernelProgram, variant: KernelVariant, units: Units, entries: Ints) -> Gates:
-    """The gates of a program.
+def gates_of(plan: Plan, units: Units, entries: Ints) -> Gates:
+    """The gates of a program with this brief plan.
 
     `entries` has, by queue entry, the number of the unit among the units of all layers, which is also the number of its
     set.
@@ -65,59 +54,21 @@ def gates_of(program: MegakernelProgram, variant: KernelVariant, units: Units, e
         gates=gates,
         link_ends=np.searchsorted(of_gate, np.append(known, np.iinfo(np.int64).max)),
         links=np.stack([np.arange(len(pairs)), threshold - before], axis=1),
-        by_data=~np.isin(pairs, _asked(program, variant, units, base)),
+        by_data=~np.isin(pairs, _asked(plan, units.layers, base)),
     )
 
 
-def _asked(program: MegakernelProgram, variant: KernelVariant, units: Units, base: int) -> Ints:
+def _asked(plan: Plan, layers: Layers | None, base: int) -> Ints:
     """The pairs for which some task polls a counter, as `counter * base + threshold`."""
-    layers = units.layers
-    by_counters = not variant.data_hand_offs or shares_pages(program)
-    found = None if by_counters else _waits_by_data(program, layers)
-    if found is None:
-        _, counters, thresholds = units.awaited()
-        return counters * base + thresholds
-    pairs = sorted({(wait.counter, wait.threshold) for waits in found for wait in waits})
-    if layers is not None and layers.times > _BRIEF:
+    pairs = sorted({(wait.counter, wait.threshold) for waits in plan.hand_offs.waits for wait in waits})
+    if layers is not None and layers.times > BRIEF:
         pairs = [(counter, threshold) for each, threshold in pairs for counter in _in_all_layers(each, layers)]
     return np.array([counter * base + threshold for counter, threshold in pairs], np.int64)
 
 
-def _waits_by_data(program: MegakernelProgram, layers: Layers | None) -> Sequence[Sequence[Wait]] | None:
-    """The remaining waits of a program's parts, of the brief program if it has layers; None where all waits remain."""
-    tasks, buffers = program.tasks, program.buffers
-    if not isinstance(tasks, Runs):
-        hand_offs = by_data(replace(program, pages=None), group_tasks(tasks))
-        return hand_offs.waits if hand_offs.awaited else None
-    if layers is not None and isinstance(buffers, LayeredTable):
-        times = min(layers.times, _BRIEF)
-        looks = dict(enumerate(buffers.column(lambda each: each, times)))  # their ids are not used
-        found = waits_by_data(_parts(tasks.repeated(times)), looks)
-    else:
-        found = waits_by_data(_parts(tasks.runs), {each.id: each for each in buffers})
-    return None if found is None else found[1]
-
-
-def _parts(runs: Sequence[Run]) -> Parts:
-    """The stretches of some runs."""
-    stretches = [(run, stretch) for run in runs for stretch in stretches_of(run.tiles)]
-    return Parts(
-        [task_of(run, stretch, 0, 0) for run, stretch in stretches],
-        [[stretch.params] for _, stretch in stretches],
-        [[_columns(stretch)] for _, stretch in stretches],
-        [stretch.n_tiles for _, stretch in stretches],
-    )
-
-
-def _columns(stretch: Stretch) -> tuple[int, int]:
-    params, n_tiles = stretch.params, stretch.n_tiles
-    start = params.get("n_off", 0)
-    return start, start + n_tiles * params.get("N_tile", 0)
-
-
 def _in_all_layers(counter: int, layers: Layers) -> range:
     """The program's counters that a counter of the brief program stands for."""
-    span, again = layers.counters, layers.times - _BRIEF
+    span, again = layers.counters, layers.times - BRIEF
     place = (counter - span.start) // span.size if counter >= span.start and span.size else -1
     if place < 0:
         return range(counter, counter + 1)

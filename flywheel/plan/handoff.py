@@ -47,20 +47,6 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     return HandOffs(frozenset(), waits, frozenset(counter.id for counter in program.counters))
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A program's tasks in parts. Tasks of one part differ only in params and SM.
-
-    For each part: its first task, its distinct params, the sorted columns that its tasks write (adjacent ranges
-    merged), and its number of tasks.
-    """
-
-    firsts: Sequence[Task]
-    params: Sequence[Sequence[Mapping[str, Any]]]
-    columns: Sequence[Sequence[Pair]]
-    sizes: Sequence[int]
-
-
 def by_data(
     program: MegakernelProgram,
     grouping: Grouping,
@@ -73,8 +59,7 @@ def by_data(
     A reader of a buffer in `exchanged` always polls the data. If the buffer is also in `sampled`, the reader also waits
     for the tasks that write it on this GPU.
     """
-    buffers = {buffer.id: buffer for buffer in program.buffers}
-    found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers, exchanged, sampled)
+    found = None if shares_pages(program) else _awaited(program, grouping, exchanged, sampled)
     if found is None:
         return by_counters(program, grouping)
     awaited, left = found
@@ -82,15 +67,12 @@ def by_data(
     return HandOffs(rows, left, frozenset(wait.counter for waits in left for wait in waits))
 
 
-def waits_by_data(
-    parts: Parts,
-    buffers: Mapping[int, Buffer],
-    exchanged: Set[int] = frozenset(),
-    sampled: Set[int] = frozenset(),
+def _awaited(
+    program: MegakernelProgram, grouping: Grouping, exchanged: Set[int], sampled: Set[int]
 ) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
-    """(awaited buffers, remaining waits of each part) of a valid program whose buffers share no memory. None if
-    hand-offs must use counters."""
-    accesses = _PartAccesses(parts, buffers)
+    """(awaited buffers, remaining waits of each node) of a program whose buffers share no memory. None if hand-offs
+    must use counters."""
+    accesses = _Accesses(program, grouping)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited - exchanged:
@@ -105,31 +87,33 @@ def waits_by_data(
         needed[one] |= waits_of_one
         needed[other] |= waits_of_other
     left = tuple([
-        tuple([wait for wait in task.waits if wait in needed[part]]) if part in needed else ()
-        for part, task in enumerate(parts.firsts)
+        tuple([wait for wait in task.waits if wait in needed[node]]) if node in needed else ()
+        for node, task in enumerate(grouping.firsts)
     ])  # fmt: skip
     return awaited, left
 
 
-class _PartAccesses:
-    """The writers and readers of each buffer, by part."""
+class _Accesses:
+    """The writers and readers of each buffer, by node."""
 
-    def __init__(self, parts: Parts, buffers: Mapping[int, Buffer]) -> None:
-        self.parts, self.buffers = parts, buffers
-        self._rows = multi_row_buffers(parts.firsts, buffers)
-        self._lanes = lanes_of_caches(parts.firsts, buffers)
+    def __init__(self, program: MegakernelProgram, grouping: Grouping) -> None:
+        self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
+        self.tasks, self.params, self.columns = grouping.firsts, _params(grouping), columns_of(grouping)
+        self.sizes: Sequence[int] = np.bincount(grouping.node_of, minlength=len(self.tasks)).tolist()
+        self._rows = multi_row_buffers(self.tasks, self.buffers)
+        self._lanes = lanes_of_caches(self.tasks, self.buffers)
         self._behind: dict[tuple[int, ...], bool] = {}
         self.writers: dict[int, list[int]] = defaultdict(list)
         self.readers: dict[int, list[int]] = defaultdict(list)
         self._signals: dict[int, int] = defaultdict(int)
-        given = {number for number, buffer in buffers.items() if buffer.kind in _GIVEN}
-        for part, (task, size) in enumerate(zip(parts.firsts, parts.sizes, strict=True)):
+        given = {number for number, buffer in self.buffers.items() if buffer.kind in _GIVEN}
+        for node, (task, size) in enumerate(zip(self.tasks, self.sizes, strict=True)):
             self._signals[task.out_counter] += size
             for number in task.outputs:
-                self.writers[number].append(part)
+                self.writers[number].append(node)
             for number in task.inputs:
                 if number not in given:
-                    self.readers[number].append(part)
+                    self.readers[number].append(node)
 
     def can_be_awaited(self, number: int) -> bool:
         """Whether the buffer meets the module's conditions for an awaited buffer."""
@@ -139,14 +123,14 @@ class _PartAccesses:
         writers = self.writers[number]
         if set(writers) & set(self.readers[number]):
             return False
-        return not any(copies(self.parts.firsts[part], number) for part in writers) and self._is_written_once(number)
+        return not any(copies(self.tasks[node], number) for node in writers) and self._is_written_once(number)
 
     def _is_written_once(self, number: int) -> bool:
         rows = self._rows.get(number, 1)
         if rows is None:
             return False
         width = self.buffers[number].numel // rows
-        pieces = [piece for part in self.writers[number] for piece in self._written(part, number, width)]
+        pieces = [piece for node in self.writers[number] for piece in self._written(node, number, width)]
         edge = 0
         for start, end in sorted(pieces):
             if start != edge:
@@ -154,15 +138,15 @@ class _PartAccesses:
             edge = end
         return edge == width
 
-    def _written(self, part: int, number: int, width: int) -> Sequence[Pair]:
-        """The columns (start, end) that a part's tasks write of a buffer of `width` columns."""
-        task = self.parts.firsts[part]
+    def _written(self, node: int, number: int, width: int) -> Sequence[Pair]:
+        """The columns (start, end) that a node's tasks write of a buffer of `width` columns."""
+        task = self.tasks[node]
         if task.outputs[0] == number and task.op in TILED_OPS and tile(task.params) is not None:
-            return self.parts.columns[part]
-        return [(0, width)] * self.parts.sizes[part]
+            return self.columns[node]
+        return [(0, width)] * self.sizes[node]
 
     def conflicts(self, number: int) -> set[Pair]:
-        """Pairs of parts that an order must hold for a buffer: one writes it, and the other reads or writes it too."""
+        """Pairs of nodes that an order must hold for a buffer: one writes it, and the other reads or writes it too."""
         if number in self._lanes:
             return self._conflicts_of_lanes(number)
         writers, readers = self.writers[number], self.readers[number]
@@ -173,26 +157,26 @@ class _PartAccesses:
             for reader in readers:
                 if reader != writer and not (cache and self._is_behind(writer, reader, number)):
                     pairs.add((writer, reader))
-        if not tiled:  # no wait orders the tasks of one part
-            pairs |= {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
+        if not tiled:  # no wait orders the tasks of one node
+            pairs |= {(writer, writer) for writer in writers if self.sizes[writer] > 1}
         return pairs
 
     def _conflicts_of_lanes(self, number: int) -> set[Pair]:
         """`conflicts` for a cache of several lanes: an attention reads what its lane and the lanes before it append."""
         writers = self.writers[number]
-        lanes = {part: {each.get("lane", 0) for each in self.parts.params[part]} for part in writers}
+        lanes = {node: {each.get("lane", 0) for each in self.params[node]} for node in writers}
         pairs = {(one, other) for one in writers for other in writers if one < other and lanes[one] & lanes[other]}
         for reader in set(self.readers[number]) - lanes.keys():
-            last = max(each.get("lane", 0) for each in self.parts.params[reader])
+            last = max(each.get("lane", 0) for each in self.params[reader])
             pairs |= {(writer, reader) for writer in writers if min(lanes[writer]) <= last}
-        return pairs | {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
+        return pairs | {(writer, writer) for writer in writers if self.sizes[writer] > 1}
 
     def _is_behind(self, writer: int, reader: int, number: int) -> bool:
         """Whether the writer, a single task, appends to a cache after all rows that the reader's tasks read."""
-        append, task = self.parts.firsts[writer], self.parts.firsts[reader]
+        append, task = self.tasks[writer], self.tasks[reader]
         target = append.outputs.index(number)
         for place in [place for place, read in enumerate(task.inputs) if read == number]:
-            for params in self.parts.params[reader]:
+            for params in self.params[reader]:
                 # Layers share params, so one answer holds for all.
                 key = task.op, append.op, id(params), id(append.params), place, target
                 known = self._behind.get(key)
@@ -204,23 +188,17 @@ class _PartAccesses:
         return True
 
     def between(self, one: int, other: int) -> tuple[set[Wait], set[Wait]] | None:
-        """(waits of part `one` for all of `other`, waits of `other` for all of `one`); None where there are none."""
+        """(waits of node `one` for all of `other`, waits of `other` for all of `one`); None where there are none."""
         found = self._waits(one, other), self._waits(other, one)
         return found if any(found) else None
 
-    def _waits(self, part: int, other: int) -> set[Wait]:
-        counter = self.parts.firsts[other].out_counter
+    def _waits(self, node: int, other: int) -> set[Wait]:
+        counter = self.tasks[other].out_counter
         return {
             wait
-            for wait in self.parts.firsts[part].waits
+            for wait in self.tasks[node].waits
             if wait.counter == counter and wait.threshold == self._signals[counter]
         }
-
-
-def _parts(grouping: Grouping) -> Parts:
-    """The nodes as parts."""
-    sizes = np.bincount(grouping.node_of, minlength=len(grouping.firsts)).tolist()
-    return Parts(grouping.firsts, _params(grouping), columns_of(grouping), sizes)
 
 
 def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:

@@ -4,16 +4,23 @@ hand-offs."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram, Runs
-from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of
+from flywheel.ir.program import once
+from flywheel.ir.repeating import local_layers, repeated
+from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of, shares_pages
 from flywheel.plan.nodes import Grouping, group_tasks
 from flywheel.plan.ranks import RankPart, parts_of
 from flywheel.plan.variant import KernelVariant, variant_of
+
+BRIEF: Final = 2
+"""Times that a template comes in a program that shows all hand-offs. A task that polls a counter is in the counter's
+layer or the next one, so the first layer stands for all but the last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +57,30 @@ def make_plan(program: MegakernelProgram) -> Plan:
 
     Raises ConfigError as `variant_of`, and InvalidProgramError that names the first task without an SM.
     """
-    return _planned(program, frozenset())
+    return _planned(program, variant_of(program))
 
 
-def _planned(program: MegakernelProgram, exchanged: frozenset[int]) -> Plan:
+@once
+def brief_plan(program: MegakernelProgram) -> Plan:
+    """The plan of a program of one GPU, as `make_plan`, with alike layers at most BRIEF times and all tasks on SM 0.
+
+    What it decides for the first layer that repeats holds for all but the last, and what it decides for the last one
+    for the last. A program without such layers is planned as it is.
+    """
+    variant, layers = variant_of(program), local_layers(program)
+    if layers is None:
+        return _planned(program, variant)
+    return _planned(repeated(program, min(layers.times, BRIEF)), variant, polls=not shares_pages(program))
+
+
+def _planned(
+    program: MegakernelProgram, variant: KernelVariant, exchanged: frozenset[int] = frozenset(), polls: bool = True
+) -> Plan:
+    """`polls` says whether hand-offs may be by data, as far as the variant says so."""
     grouping = group_tasks(program.tasks)
     sampled = sampled_of(grouping.firsts) if exchanged else frozenset[int]()
-    variant = variant_of(program)
-    by = by_data(program, grouping, exchanged, sampled) if variant.data_hand_offs else by_counters(program, grouping)
+    polls = polls and variant.data_hand_offs
+    by = by_data(program, grouping, exchanged, sampled) if polls else by_counters(program, grouping)
     return Plan(program, variant, grouping, by, *queues_of(program))
 
 
@@ -70,7 +93,7 @@ def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
 
 
 def _rank_plan(part: RankPart) -> Plan:
-    plan = _planned(part.program, part.arrived.union(part.away))
+    plan = _planned(part.program, variant_of(part.program), part.arrived.union(part.away))
     rows = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.arrived}
     away = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.away}
     hand_offs = replace(plan.hand_offs, awaited=plan.hand_offs.awaited - away | rows)

@@ -55,21 +55,10 @@ class Routine:
     turns: tuple[Turn, ...]
     skipped_x: StagedValue | None
     left_x: StagedValue | None
-
-    @property
-    def matrices(self) -> tuple[int, ...]:
-        """The matrix steps."""
-        return tuple(index for index, step in enumerate(self.steps) if step.matrix)
-
-    @property
-    def loose(self) -> frozenset[int]:
-        """The inputs that a step reads in row-major order."""
-        return frozenset(
-            ref
-            for step in self.steps
-            for place, ref in enumerate(step.reads)
-            if ref < RESULT_REF and not isinstance(OPERATIONS[step.op].operand(place).extent, Matrix)
-        )
+    matrices: tuple[int, ...]
+    """The matrix steps."""
+    loose: frozenset[int]
+    """The inputs that a step reads in row-major order."""
 
     def staging(self, step: int) -> Staging:
         """The staging that matrix step `step` multiplies."""
@@ -93,8 +82,19 @@ def make_routine(whole: Sequence[PlannedStep], form: Form, dtype: DType, x_slice
     turns = [find_turn(place, steps, form, dtype, views) for place in before]
     skipped, left = _shared_operands(steps, form, stagings)
     return Routine(
-        form, steps, stagings, views, new_row, tuple(turn for turn in turns if turn is not None), skipped, left
-    )
+        form, steps, stagings, views, new_row, tuple([turn for turn in turns if turn is not None]), skipped, left,
+        matrices=tuple([index for index, step in enumerate(steps) if step.matrix]),
+        loose=_loose(steps),
+    )  # fmt: skip
+
+
+def _loose(steps: Sequence[PlannedStep]) -> frozenset[int]:
+    return frozenset([
+        ref
+        for step in steps
+        for place, ref in enumerate(step.reads)
+        if ref < RESULT_REF and not isinstance(OPERATIONS[step.op].operand(place).extent, Matrix)
+    ])  # fmt: skip
 
 
 def _is_view(step: PlannedStep, form: Form) -> bool:

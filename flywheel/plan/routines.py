@@ -25,19 +25,14 @@ from flywheel.plan.checks import (
     float_type,
     scale_buffers,
 )
-from flywheel.plan.handoff import shares_pages
 from flywheel.plan.kernels import arch_name
-from flywheel.plan.nodes import Grouping, Node, group_tasks, make_nodes
+from flywheel.plan.nodes import Grouping, Node, make_nodes
 from flywheel.plan.placing import Placement, place_values
-from flywheel.plan.program import Plan, make_plan, queues_of, rank_plans
-from flywheel.plan.ranks import RankPart
+from flywheel.plan.program import BRIEF, Plan, brief_plan, make_plan, queues_of, rank_plans
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.staging import FRAGMENT_ROWS, PARTIALS_BYTES
 from flywheel.plan.step import ABSENT, Form, MatrixCoding, steps_of, x_rows
 from flywheel.plan.variant import KernelVariant, variant_of
-
-_BRIEF: Final = 2
-"""Layers in which all hand-offs of a program with alike layers occur."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,18 +60,22 @@ def check_program(program: MegakernelProgram) -> None:
     Raises ConfigError for a target and a config without a kernel variant, and InvalidProgramError as packing does. Of
     alike layers it looks at one or two, unless it finds a fault: then at all of them, to name the task as packing does.
     """
-    variant = variant_of(program)
     if program.ranks == 1:
         queues_of(program)
-    planned = program.ranks > 1 or (variant.x_slices > 1 and not shares_pages(program))
-    brief = repeated(program, _BRIEF if planned else 1)
     try:
-        _check(brief, variant, planned)
+        _check(program, brief=True)
     except InvalidProgramError:
-        if brief is program:
-            raise
-        _check(program, variant, planned)
-    arch_name(variant.sm_arch)
+        _check(program, brief=False)
+    arch_name(variant_of(program).sm_arch)
+
+
+def _check(program: MegakernelProgram, brief: bool) -> None:
+    if program.ranks > 1:
+        plans = rank_plans(repeated(program, BRIEF) if brief else program)
+    else:
+        plans = (brief_plan(program) if brief else make_plan(program),)
+    for plan in plans:
+        _routines(plan, _kept)
 
 
 def refusal_of(program: MegakernelProgram) -> str | None:
@@ -88,31 +87,20 @@ def refusal_of(program: MegakernelProgram) -> str | None:
     return None
 
 
-def _check(program: MegakernelProgram, variant: KernelVariant, planned: bool) -> None:
-    """Hand-offs matter only to slices and to what GPUs send each other: other programs need no plan."""
-    if not planned:
-        _routines(program, group_tasks(program.tasks), variant, 1, None, _kept)
-        return
-    for plan in rank_plans(program) if program.ranks > 1 else (make_plan(program),):
-        _routines(plan.program, plan.grouping, plan.variant, plan.x_slices, plan.part, _kept)
-
-
 def routines_of(plan: Plan) -> Routines:
     """The routines of a planned program. Raises InvalidProgramError, which names the task, if the kernels cannot run
     it."""
-    return _routines(plan.program, plan.grouping, plan.variant, plan.x_slices, plan.part, _made)
+    return _routines(plan, _made)
 
 
-def _routines(
-    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, part: RankPart | None,
-    make: _Make,
-) -> Routines:  # fmt: skip
+def _routines(plan: Plan, make: _Make) -> Routines:
+    program, grouping, part = plan.program, plan.grouping, plan.part
     buffers = program.buffers
     check_buffers(buffers)
     dtype = float_type(buffers, scale_buffers(grouping.firsts))
     nodes, forms = make_nodes(program, grouping)
-    routines, placements = _by_form(nodes, forms, dtype, variant, x_slices, make)
-    pass_blocks = _pass_blocks(routines, variant)
+    routines, placements = _by_form(nodes, forms, dtype, plan.variant, plan.x_slices, make)
+    pass_blocks = _pass_blocks(routines, plan.variant)
     coded = _coded_rows(nodes, routines, buffers)
     _check_loose(nodes, routines, buffers, coded)
     if part is not None:
@@ -258,16 +246,17 @@ def _check_tiles(
 ) -> None:
     """Check that a recipe's matrix step computes exactly its tile, since its kernel writes rows of N_tile columns."""
     widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
-    pairs = np.unique(grouping.node_of * len(widths) + grouping.params_of)
+    form_of = np.array([node.form for node in nodes], np.int64)[grouping.node_of]
+    pairs = np.unique(form_of * len(widths) + grouping.params_of)
     for number, record in zip(*(each.tolist() for each in np.divmod(pairs, len(widths))), strict=True):
-        routine = routines[nodes[number].form]
+        routine = routines[number]
         if routine.form.op is not InstructionKind.FUSED:
             continue
         for place in routine.matrices:
             step = routine.steps[place]
             width = int(step.params.get("N_tile", widths[record]))
             if step.result.numel != width * x_rows(step, routine.steps, routine.form):
-                found = (grouping.node_of == number) & (grouping.params_of == record)
+                found = (form_of == number) & (grouping.params_of == record)
                 task = program.tasks[int(np.flatnonzero(found)[0])]
                 raise InvalidProgramError(
                     f"task {task.id} ({task.label}): FUSED makes {step.result.numel} elements of a matrix tile of "
