@@ -19,7 +19,7 @@ from flywheel.ir.show import show
 from flywheel.measure.latency import PredictedLatency
 
 FORMAT: Final = "flywheel-machine"
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 
 _LINK: Final = "link"
 """The part of a machine that a file need not have."""
@@ -27,7 +27,7 @@ _LEAST: Final = 1e-6
 _MOST: Final = 1e9
 _MAY_BE_ZERO: Final = frozenset(
     {"poll_us", "launch_us", "data_visibility_us", "crowd_us", "restage_share", "more_copies_us",
-     "warp_us", "chunk_us", "half_warps",
+     "chunk_us", "half_warps",
      *(field.name for field in fields(Vector))}
 )  # fmt: skip
 """Constants that may be 0, since nothing is divided by them."""

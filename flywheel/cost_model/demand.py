@@ -34,11 +34,11 @@ _DEQUANT: Final = InstructionKind.DEQUANT
 
 class Kind(NamedTuple):
     """The facts that determine a task's price: bytes of streamed weights, bytes of caches loaded while it waits, bytes
-    of activations read at its start, operations, and steps.
+    of activations read at its start, and operations.
 
     `flops` of products are those of one row, since other rows use columns of the fragment that are multiplied anyway.
     `readers` tasks read the same data at about the same time. `staged` means that the task before it on its SM
-    multiplied the same operand. `merged` counts heads of partials. `sliced` means that it multiplies an input as it is,
+    multiplied the same operand. `sliced` means that it multiplies an input as it is,
     and is priced with the variant's slices. This includes programs for which the packer makes no slices (several rows,
     or hand-offs by counters), since the constants were fitted that way.
     """
@@ -49,9 +49,6 @@ class Kind(NamedTuple):
     flops: int
     readers: int
     staged: bool
-    steps: int
-    norms: int
-    merged: int
     attends: bool
     sliced: bool
     codes: tuple[DType, ...] = ()
@@ -106,7 +103,7 @@ def demand_of(program: MegakernelProgram) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Counts of a task's steps: `merged` heads of partials, and the products.
+    """Counts of a task's steps. `merged` counts heads of partials.
 
     `parts` maps inputs that are only partly read to their number of read elements. A copy of a part is not a step;
     later steps read the part. `sums` says that the task does nothing but add results of several GPUs.
@@ -116,7 +113,6 @@ class _Steps:
     norms: int
     merged: int
     attentions: int
-    others: int
     parts: Mapping[int, int]
     codes: tuple[DType, ...] = ()
     sums: bool = False
@@ -219,9 +215,6 @@ def _kind(work: _UnitWork, staged: bool, readers: int) -> Kind:
         flops=unit.est_flops // (unit.params.get("M_tile", 1) if steps.products else 1),
         readers=readers,
         staged=staged,
-        steps=steps.others,
-        norms=steps.norms,
-        merged=steps.merged,
         attends=steps.attentions > 0,
         sliced=steps.products == 1 and not steps.norms and not steps.merged,
         codes=steps.codes,
@@ -246,8 +239,5 @@ def _steps(task: Unit) -> _Steps:
     merging = [each for each in listed if _EFFORTS[each[0]] is Effort.MERGE]
     merged = sum(params.get("n_heads", heads) * operands for _, operands, params in merging)
     codes = tuple(sorted({DType(int(params["qdtype"])) for op, _, params in listed if op is _DEQUANT}))
-    others = tally[Effort.STEP] - sum(op is _DEQUANT for op, _, _ in listed)
     sums = [op for op, _, _ in listed] == [_SUM]
-    return _Steps(
-        tally[Effort.PRODUCT], tally[Effort.NORM], merged, tally[Effort.ATTENTION], others, parts, codes, sums
-    )  # fmt: skip
+    return _Steps(tally[Effort.PRODUCT], tally[Effort.NORM], merged, tally[Effort.ATTENTION], parts, codes, sums)

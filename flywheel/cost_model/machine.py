@@ -18,8 +18,9 @@ The campaigns show:
 - Keys, values and norms' weights are loaded while a task waits (`ahead_us`, `cache_us`). If a task comes late, these
   loads are not hidden.
 
-Constants that can stand for each other are not separated: a hand-off by the data, for example, is `data_visibility_us`,
-`crowd_us` and a part of `task_us`. `read_gbs` is the rest of the card's own read rate when everything else goes on. The
+Constants that can stand for each other are not separated: a hand-off by the data, for example, is `data_visibility_us`
+and `crowd_us`. A task, a step, a norm, a merge of partials and an attention have no time of their own: every fit set it
+to 0. `read_gbs` is the rest of the card's own read rate when everything else goes on. The
 other GPUs are scaled from the H200, and not measured:
 
 - `read_gbs` is the same share of the datasheet's bandwidth as on the H200, and 96 % of that share on architectures
@@ -47,14 +48,13 @@ from flywheel.plan.kernels import BULK_COPY_ARCH
 class Consumer:
     """The loop that turns streamed bytes into outputs, on `warps` warps of one SM.
 
-    A task costs `warp_us * warps`, since barriers and the last reduction grow with a block's warps. Groups of matrix
-    warps take chunks in turn, each in `chunk_us` besides its bytes. The byte rate saturates with the number of warps:
-    it is half of `bytes_per_us` at `half_warps`. Arithmetic outside the tensor cores runs at `flops_per_warp_us` per
-    warp, at the same time as the bytes. A warp decodes quantised weights before it multiplies them. For these, the part
-    of the time that more warps shorten is `fp8_times`, `int8_times` or `int4_times` that of BF16's bytes.
+    Groups of matrix warps take chunks in turn, each in `chunk_us` besides its bytes. The byte rate saturates with the
+    number of warps: it is half of `bytes_per_us` at `half_warps`. Arithmetic outside the tensor cores runs at
+    `flops_per_warp_us` per warp, at the same time as the bytes. A warp decodes quantised weights before it multiplies
+    them. For these, the part of the time that more warps shorten is `fp8_times`, `int8_times` or `int4_times` that of
+    BF16's bytes.
     """
 
-    warp_us: float
     chunk_us: float
     bytes_per_us: float
     half_warps: float
@@ -62,11 +62,6 @@ class Consumer:
     fp8_times: float
     int8_times: float
     int4_times: float
-
-    def task_us(self, warps: int, staged: float = 1.0) -> float:
-        """The time of one task besides its bytes, in a block of `warps` warps; `staged` is the share of it that is not
-        saved."""
-        return self.warp_us * warps * staged
 
     def chunks_us(self, nbytes: int, variant: KernelVariant, codes: Sequence[DType] = ()) -> float:
         """The time for the chunks of `nbytes` bytes of matrices, quantised to `codes`."""
@@ -82,7 +77,7 @@ class Consumer:
 _FLOPS_PER_WARP_US: Final = 36e3
 """Rate of one warp of an H200 in an attention: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.0, 0.3798, 207.9e3, 0.7718, _FLOPS_PER_WARP_US, 5.967, 3.938, 11.86)
+VM: Final = Consumer(0.3798, 207.9e3, 0.7718, _FLOPS_PER_WARP_US, 5.967, 3.938, 11.86)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 
@@ -90,8 +85,6 @@ VM: Final = Consumer(0.0, 0.3798, 207.9e3, 0.7718, _FLOPS_PER_WARP_US, 5.967, 3.
 class Vector:
     """The time that the vector warps add to a task, in us."""
 
-    task_us: float = 0.0
-    """Fetching a task and signalling its end."""
     ahead_us: float = 0.0
     """Work of a task that does not need others' results, done while it waits: fetching its words and its norms'
     weights."""
@@ -99,14 +92,6 @@ class Vector:
     """A round of activations that a task's warps load at once."""
     slice_us: float = 0.0
     """A further slice of a multiplied input."""
-    step_us: float = 0.0
-    """A step other than a product and the following ones."""
-    norm_us: float = 0.0
-    """A norm."""
-    merge_us: float = 0.0
-    """One head of one partial of attention that is merged, on one warp."""
-    attention_us: float = 0.0
-    """Attention, whatever its length."""
     attend_us: float = 0.0
     """A round of keys and values that its warps attend to at once."""
     cache_us: float = 0.0
@@ -194,14 +179,9 @@ _H200: Final = Machine(
     restage_share=0.1905,
     consumer=VM,
     vector=Vector(
-        task_us=0.0,
         ahead_us=2.094,
         fetch_us=0.8958,
         slice_us=0.7291,
-        step_us=0.0,
-        norm_us=0.0,
-        merge_us=0.0,
-        attention_us=0.0,
         attend_us=0.8726,
         cache_us=0.04105,
     ),
@@ -259,21 +239,15 @@ FREE: Final = (
     Free("crowd_us", 0.0, 4.0),
     Free("launch_us", 1.0, 60.0),
     Free("restage_share", 0.0, 1.0),
-    Free("consumer.warp_us", 0.0, 0.4),
     Free("consumer.chunk_us", 0.0, 1.0),
     Free("consumer.bytes_per_us", 2e3, 5e5),
     Free("consumer.half_warps", 0.0, 20.0),
     Free("consumer.fp8_times", 0.5, 40.0),
     Free("consumer.int8_times", 0.5, 40.0),
     Free("consumer.int4_times", 0.5, 40.0),
-    Free("vector.task_us", 0.0, 3.0),
     Free("vector.ahead_us", 0.0, 4.0),
     Free("vector.fetch_us", 0.0, 3.0),
     Free("vector.slice_us", 0.0, 2.0),
-    Free("vector.step_us", 0.0, 2.0),
-    Free("vector.norm_us", 0.0, 4.0),
-    Free("vector.merge_us", 0.0, 1.0),
-    Free("vector.attention_us", 0.0, 8.0),
     Free("vector.attend_us", 0.0, 1.0),
     Free("vector.cache_us", 0.0, 4.0),
 )

@@ -80,22 +80,16 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
     slices = variant.x_slices if kind.sliced else 1
     fetched = ceil(kind.read_bytes / (slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
     shared = kind.read_bytes * kind.readers / (machine.shared_gbs * 1e3) * share
-    normed = share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / others)
     product = max(
         consumer.chunks_us(kind.streamed_bytes, variant, kind.codes),
         0.0 if kind.attends else kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
     )
-    work = consumer.task_us(variant.matrix_warps + others, share)
-    work += fetched
-    work += shared
-    work += vector.task_us * share + kind.steps * vector.step_us + (slices - 1) * vector.slice_us
-    work += normed
-    work += product
+    work = fetched + shared + (slices - 1) * vector.slice_us + product
     ahead = 0.0 if kind.staged else vector.ahead_us
     if kind.attends:
-        work += vector.attention_us + ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
+        work += ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
         ahead += kind.cached_bytes / _KILO * vector.cache_us
     tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant, kind.codes)
     if not kind.multiplies:
         return _Price(ahead, work, tail)
-    return _Price(ahead, work, tail, fetched + shared + normed + (slices - 1) * vector.slice_us, product)
+    return _Price(ahead, work, tail, fetched + shared + (slices - 1) * vector.slice_us, product)

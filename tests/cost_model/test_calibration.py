@@ -14,7 +14,7 @@ from flywheel.cost_model.links import Link
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, MegakernelProgram
 
-MACHINE = replace(MACHINES["h200"], source="calibrated", vector=Vector(norm_us=0.1 + 0.2), launch_us=0.0)
+MACHINE = replace(MACHINES["h200"], source="calibrated", vector=Vector(fetch_us=0.1 + 0.2), launch_us=0.0)
 CALIBRATION = Calibration(MACHINE, {"gpu_name": "NVIDIA H200", "kernels": "abc"})
 
 
@@ -89,13 +89,13 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
     ("change", "fact"),
     [
         (edit("format", value="flywheel-schedule"), "is not a flywheel-machine file"),
-        (edit("version", value=1), "version 1 is not 4; run flywheel calibrate again"),
+        (edit("version", value=1), "version 1 is not 5; run flywheel calibrate again"),
         (edit("model_version", value="1"), f"model_version '1' is not '{MODEL_VERSION}'; run flywheel calibrate again"),
         (edit("machine", value=[]), "machine is not an object"),
         (edit("machine", remove=True), "machine is not an object"),
         (edit("machine", "copy_us", remove=True), r"machine\.copy_us is missing"),
         (edit("machine", "speed", value=1), r"machine\.speed is not known"),
-        (edit("machine", "vector", "norm_us", value="1"), r"machine\.vector\.norm_us '1' is not a number in 0\.\."),
+        (edit("machine", "vector", "fetch_us", value="1"), r"machine\.vector\.fetch_us '1' is not a number in 0\.\."),
         (edit("machine", "link", value=[]), r"machine\.link is not an object"),
         (edit("machine", "read_gbs", value=0), r"machine\.read_gbs 0 is not a number in 1e-06\.\.1e\+09"),
         (edit("machine", "read_gbs", value=float("nan")), r"machine\.read_gbs nan is not a number"),

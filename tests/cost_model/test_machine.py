@@ -93,9 +93,3 @@ def test_warps_take_their_formats_times_as_long_and_more_of_them_shorten_it() ->
         assert plain.chunks_us(count, variant(matrix=2), (codes,)) > plain.chunks_us(count, block, (codes,))
     both = plain.chunks_us(count, block, (DType.I8, DType.I4))
     assert both == max(plain.chunks_us(count, block, (each,)) for each in (DType.I8, DType.I4))
-
-
-def test_a_task_costs_more_in_a_block_of_more_warps_and_less_where_its_operand_is_there() -> None:
-    consumer = replace(VM, warp_us=0.01)
-    assert consumer.task_us(8) < consumer.task_us(31)
-    assert consumer.task_us(8, 0.5) == pytest.approx(consumer.task_us(8) / 2)
