@@ -102,7 +102,8 @@ class _Draft:
         outputs = (self._buffer(BufferKind.ACTIVATION, 1, rows),) if rows else ()
         for sm in range(H200.num_sms):
             turn = (sm + self._rotation) % H200.num_sms
-            share = (turn + 1) * rows // H200.num_sms - turn * rows // H200.num_sms
+            start = turn * rows // H200.num_sms
+            share = (turn + 1) * rows // H200.num_sms - start
             self._tasks.append(
                 Task(
                     id=len(self._tasks),
@@ -111,6 +112,7 @@ class _Draft:
                     outputs=outputs,
                     out_counter=self._counters,
                     waits=awaited,
+                    params={"K": k, "n_off": start, "N_tile": share} if rows else {},
                     sm=sm,
                     est_bytes=share * k * BF16_BYTES,
                     est_flops=2 * share * k,

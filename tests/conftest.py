@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -41,6 +42,20 @@ settings.load_profile("flywheel")
 
 KEPT_S = 14 * 86400
 """How long a kernel of the GPU is kept."""
+
+
+@pytest.fixture(autouse=True)
+def own_routines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that changes the bounds on which tasks' routines depend shares no kept routines with other tests."""
+    _forget_routines(request)
+    yield
+    _forget_routines(request)
+
+
+def _forget_routines(request: pytest.FixtureRequest) -> None:
+    routines = sys.modules.get("flywheel.plan.routines")
+    if routines is not None and "monkeypatch" in request.fixturenames:
+        routines.planned_form.cache_clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -121,7 +121,7 @@ def predict_latency(program: MegakernelProgram, machine: Machine | None = None) 
     Raises ConfigError for a program without tasks, a target without a bandwidth, and as the cost model; ConfigError and
     InvalidProgramError as `check_program` for one that no kernels run.
     """
-    from flywheel.plan.routines import check_program
+    from flywheel.plan.program import check_program
 
     if not program.tasks:
         raise ConfigError("the program has no tasks")

@@ -125,7 +125,7 @@ def _gpus(program: MegakernelProgram) -> str:
 
 
 def _summary(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]:
-    from flywheel.plan.routines import refusal_of
+    from flywheel.plan.program import refusal_of
 
     prediction = predict(program, predictor.machine)
     return {

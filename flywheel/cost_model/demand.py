@@ -3,29 +3,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flywheel.cost_model.gates import Gates, gates_of
 from flywheel.cost_model.units import Ints, Unit, Units, units_of
 from flywheel.ir import ABI_MAX_INPUTS, BufferKind, DType, InstructionKind, MegakernelProgram, Runs
-from flywheel.ir.operations import OPERATIONS, Effort
+from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Input, Recipe
 from flywheel.plan import KernelVariant
-from flywheel.plan.program import brief_plan, queues_of
-
-Marks = npt.NDArray[np.bool_]
+from flywheel.plan.program import Plan, brief_plan, plan_alone, queues_of
+from flywheel.plan.routine import StagedValue
+from flywheel.plan.routines import Routines
+from flywheel.plan.sharing import find_staged
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
 """Kinds of inputs that `est_bytes` counts. All others are activations, read when the task starts."""
 
-_EFFORTS: Final = MappingProxyType({op: row.effort for op, row in OPERATIONS.items()})
 _COPY: Final = InstructionKind.COPY
 _SUM: Final = InstructionKind.ALLREDUCE_SHARD
 _DEQUANT: Final = InstructionKind.DEQUANT
@@ -37,10 +34,8 @@ class Kind(NamedTuple):
     of activations read at its start, and operations.
 
     `flops` of products are those of one row, since other rows use columns of the fragment that are multiplied anyway.
-    `readers` tasks read the same data at about the same time. `staged` means that the task before it on its SM
-    multiplied the same operand. `sliced` means that it multiplies an input as it is,
-    and is priced with the variant's slices. This includes programs for which the packer makes no slices (several rows,
-    or hand-offs by counters), since the constants were fitted that way.
+    `readers` tasks read the same data at about the same time. `staged` means that the task before it on its SM left
+    its operand staged. `slices` is the number of slices in which it multiplies an input.
     """
 
     streamed_bytes: int
@@ -50,12 +45,12 @@ class Kind(NamedTuple):
     readers: int
     staged: bool
     attends: bool
-    sliced: bool
+    slices: int = 1
     codes: tuple[DType, ...] = ()
     """Types of the quantised matrices in its products."""
     joined: bool = False
     """It sums the results of several GPUs right after a product on its SM, which does that in its place if its operands
-    leave room (vm/pack/adding.py, which has further conditions)."""
+    leave room (plan/adding.py, which has further conditions)."""
     multiplies: bool = False
     """It has a product."""
 
@@ -76,17 +71,18 @@ class Demand:
     gates: Gates
 
 
-def demand_of(program: MegakernelProgram) -> Demand:
-    """The demand of a program that `validate(strict=True)` accepts.
+def demand_of(program: MegakernelProgram, is_part: bool = False) -> Demand:
+    """The demand of a program that `validate(strict=True)` accepts, or of what `ir.alone` leaves of one.
 
     Raises ConfigError as `variant_of`, and InvalidProgramError that names the first task without an SM.
     """
-    tasks, plan, units = program.tasks, brief_plan(program), units_of(program)
+    tasks, units = program.tasks, units_of(program)
+    plan = plan_alone(program) if is_part else brief_plan(program)
     order, first = queues_of(program)
-    works = _works(units, program)
+    works = _works(units, program, plan)
     entries = units.tasks[order]  # numbers among the units of all layers
     unit_of = units.unit_of[entries]
-    nbytes = np.array([0 if each.steps.attentions else each.unit.est_bytes for each in works], np.int64)
+    nbytes = np.array([0 if each.steps.attends else each.unit.est_bytes for each in works], np.int64)
     ends = np.concatenate(([0], np.cumsum(nbytes[unit_of])))
     kinds, kind_of = _kinds(works, units, entries, unit_of, first)
     by_place = isinstance(tasks, Runs)
@@ -103,38 +99,46 @@ def demand_of(program: MegakernelProgram) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Counts of a task's steps. `merged` counts heads of partials.
+    """Facts of a task's steps.
 
-    `parts` maps inputs that are only partly read to their number of read elements. A copy of a part is not a step;
-    later steps read the part. `sums` says that the task does nothing but add results of several GPUs.
+    `parts` maps inputs that are only partly read to their number of read elements: a step copies that part for later
+    steps. `codes` are the types of quantised matrices. `sums` says that the task does nothing but add results of
+    several GPUs.
     """
 
-    products: int
-    norms: int
-    merged: int
-    attentions: int
+    multiplies: bool
+    attends: bool
     parts: Mapping[int, int]
     codes: tuple[DType, ...] = ()
     sums: bool = False
 
 
 class _UnitWork(NamedTuple):
-    """The work of a unit's tasks: their steps, the activations that they read, and their bytes."""
+    """The work of a unit's tasks: their steps, the activations that they read, their bytes, the slices of their
+    operand, and the operands that they find and leave staged."""
 
     unit: Unit
     steps: _Steps
     read: tuple[int, ...]
     read_bytes: int
+    slices: int = 1
+    found: StagedValue | None = None
+    left: StagedValue | None = None
 
 
-def _works(units: Units, program: MegakernelProgram) -> list[_UnitWork]:
-    """The work of each unit."""
+def _works(units: Units, program: MegakernelProgram, plan: Plan) -> list[_UnitWork]:
+    """The work of each unit. Where no kernels run the program, nothing is staged for a later task or sliced."""
     table = program.buffers.spelled if units.layers is not None else program.buffers  # type: ignore[attr-defined]
     buffers = [buffer for buffer in table if buffer.kind not in STREAMED_KINDS]
     dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
     recipes: dict[Recipe | None, _Steps] = {}
+    made = plan.found if isinstance(plan.found, Routines) else None
+    slices = [] if made is None else [
+        max([each.steps[place].n_slices for place in each.matrices], default=1) for each in made.by_form
+    ]  # fmt: skip
+    nodes = plan.grouping.node_of[units.places(len(plan.program.tasks))].tolist()
     works = []
-    for unit in units.units:
+    for unit, node in zip(units.units, nodes, strict=True):
         recipe = unit.params.get("recipe")
         steps = recipes.get(recipe) if unit.op is InstructionKind.FUSED else None
         if steps is None:
@@ -144,33 +148,32 @@ def _works(units: Units, program: MegakernelProgram) -> list[_UnitWork]:
         for place, numel in steps.parts.items():
             number = unit.inputs[place]
             nbytes += dtypes[number].nbytes(numel) - sizes[number] if number in sizes else 0
-        works.append(_UnitWork(unit, steps, read, 0 if unit.op is InstructionKind.SAMPLE_ARGMAX else nbytes))
+        work = _UnitWork(unit, steps, read, nbytes)
+        if made is not None:
+            nbytes = 0 if made.best is not None and node in made.best.taking else nbytes
+            found, left = made.shared.found[node], made.shared.left[node]
+            work = _UnitWork(unit, steps, read, nbytes, slices[made.nodes[node].form], found, left)
+        works.append(work)
     return works
-
-
-def _find_staged(operand: Ints, first: Ints) -> Marks:
-    """Which entries multiply the same operand as the entry before them on their SM. `operand` numbers operands; -1
-    means none."""
-    staged = np.zeros(len(operand), np.bool_)
-    staged[1:] = (operand[1:] >= 0) & (operand[1:] == operand[:-1])
-    staged[first[:-1][np.diff(first) > 0]] = False
-    return staged
 
 
 def _kinds(
     works: Sequence[_UnitWork], units: Units, entries: Ints, unit_of: Ints, first: Ints
 ) -> tuple[list[Kind], Ints]:
     """(the distinct kinds, the number of each entry's kind)."""
-    # Operands are equal if they have the same activations, with the same norms and merges.
-    made = [(each.read, (each.steps.norms, each.steps.merged)) if each.steps.products else None for each in works]
-    staged = _find_staged(units.numbered(made)[entries], first)
-    read = units.numbered([(each.read, ()) for each in works])[entries]
+    known: dict[Hashable, int] = {}
+    found, left = (
+        units.numbered([_operand(each, getattr(each, name)) for each in works], known)[entries]
+        for name in ("found", "left")
+    )
+    staged = find_staged(found, left, np.repeat(np.arange(len(first) - 1), np.diff(first)))
+    read = units.numbered([(each.read, ()) for each in works], {})[entries]
     readers = np.bincount(read[~staged], minlength=int(read.max(initial=0)) + 1)
     most = int(readers.max()) + 1
     # The operands that a product can take in addition, and those that a sum takes: its summands and its result.
-    room = np.array([ABI_MAX_INPUTS - len(each.unit.inputs) if each.steps.products else 0 for each in works], np.int64)
+    fits = [ABI_MAX_INPUTS - len(each.unit.inputs) if each.steps.multiplies else 0 for each in works]
     more = np.array([len(each.unit.inputs) + 1 if each.steps.sums else _TABLE for each in works], np.int64)
-    joined = more[unit_of] <= _before(room[unit_of], first)
+    joined = more[unit_of] <= _before(np.array(fits, np.int64)[unit_of], first)
     code = (unit_of * 4 + staged * 2 + joined) * most + readers[read]
     codes, alike = _numbered(code, 4 * most * len(works))
     kinds: dict[Kind, int] = {}
@@ -181,6 +184,10 @@ def _kinds(
         kind = _kind(works[unit], bool(again), n_readers)._replace(joined=bool(added))
         kind_of.append(kinds.setdefault(kind, len(kinds)))
     return list(kinds), np.array(kind_of, np.int64)[alike]
+
+
+def _operand(work: _UnitWork, value: StagedValue | None) -> tuple[tuple[int, ...], Hashable] | None:
+    return None if value is None else (tuple([work.unit.inputs[place] for place in value.inputs]), value.formula)
 
 
 def _before(numbers: Ints, first: Ints) -> Ints:
@@ -209,35 +216,30 @@ _TABLE: Final = 1 << 22
 def _kind(work: _UnitWork, staged: bool, readers: int) -> Kind:
     steps, unit = work.steps, work.unit
     return Kind(
-        streamed_bytes=0 if steps.attentions else unit.est_bytes,
-        cached_bytes=unit.est_bytes if steps.attentions else 0,
+        streamed_bytes=0 if steps.attends else unit.est_bytes,
+        cached_bytes=unit.est_bytes if steps.attends else 0,
         read_bytes=work.read_bytes,
-        flops=unit.est_flops // (unit.params.get("M_tile", 1) if steps.products else 1),
+        flops=unit.est_flops // (unit.params.get("M_tile", 1) if steps.multiplies else 1),
         readers=readers,
         staged=staged,
-        attends=steps.attentions > 0,
-        sliced=steps.products == 1 and not steps.norms and not steps.merged,
+        attends=steps.attends,
+        slices=work.slices,
         codes=steps.codes,
-        multiplies=steps.products > 0,
+        multiplies=steps.multiplies,
     )
 
 
 def _steps(task: Unit) -> _Steps:
-    parts: dict[int, int] = {}
-    if task.op is InstructionKind.FUSED:
-        recipe: Recipe = task.params["recipe"]
-        copying = [step for step in recipe.steps if step.op is _COPY]
-        working = [step for step in recipe.steps if step.op is not _COPY]
-        listed = [(step.op, len(step.args), step.params) for step in working]
-        whole = {arg for step in working for arg in step.args}
-        sources = [(step.args[0], step.numel) for step in copying]
-        parts = {arg.number: numel for arg, numel in sources if isinstance(arg, Input) and arg not in whole}
-    else:
-        listed = [] if task.op is InstructionKind.NOP else [(task.op, len(task.inputs), task.params)]
-    tally = Counter(_EFFORTS[op] for op, _, _ in listed)
-    heads = task.params.get("n_heads", 1)
-    merging = [each for each in listed if _EFFORTS[each[0]] is Effort.MERGE]
-    merged = sum(params.get("n_heads", heads) * operands for _, operands, params in merging)
-    codes = tuple(sorted({DType(int(params["qdtype"])) for op, _, params in listed if op is _DEQUANT}))
-    sums = [op for op, _, _ in listed] == [_SUM]
-    return _Steps(tally[Effort.PRODUCT], tally[Effort.NORM], merged, tally[Effort.ATTENTION], parts, codes, sums)
+    if task.op is not InstructionKind.FUSED:
+        return _Steps(task.op in PRODUCTS, task.op in ATTENTIONS, {}, sums=task.op is _SUM)
+    recipe: Recipe = task.params["recipe"]
+    working = [step for step in recipe.steps if step.op is not _COPY]
+    whole = {arg for step in working for arg in step.args}
+    sources = [(step.args[0], step.numel) for step in recipe.steps if step.op is _COPY]
+    return _Steps(
+        multiplies=any(step.op in PRODUCTS for step in working),
+        attends=any(step.op in ATTENTIONS for step in working),
+        parts={arg.number: numel for arg, numel in sources if isinstance(arg, Input) and arg not in whole},
+        codes=tuple(sorted({DType(int(step.params["qdtype"])) for step in working if step.op is _DEQUANT})),
+        sums=[step.op for step in working] == [_SUM],
+    )

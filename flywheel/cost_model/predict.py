@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from flywheel.cost_model.demand import Demand
     from flywheel.cost_model.engine import Trace
 
-MODEL_VERSION: Final = "9"
+MODEL_VERSION: Final = "10"
 """The version changes whenever the same program may get another prediction."""
 
 
@@ -36,21 +37,13 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
     For several GPUs, it is the latency of the slowest GPU and the exchanges' time. Raises ConfigError for a program
     without a target. Raises InvalidProgramError for a program without SM assignment, and for one that cannot finish.
     """
-    if program.ranks > 1:
-        slowest = max((predict(alone(program, rank), machine) for rank in range(program.ranks)), key=_latency)
-        return replace(slowest, latency_us=slowest.latency_us + _exchanges_us(program, machine))
-    _, machine, trace = _run(program, machine)
-    floor = _floor_us(program)
-    return Prediction(_latency_us(trace, machine, floor), floor)
+    latency, floor = max((_predicted(part, machine, program.ranks > 1) for part in _parts(program)), key=_first)
+    return Prediction(latency if program.ranks == 1 else latency + _exchanges_us(program, machine), floor)
 
 
 def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> float:
     """Only the latency of `predict`, for searches. Raises as `predict`."""
-    if program.ranks > 1:
-        slowest = max(predict_us(alone(program, rank), machine) for rank in range(program.ranks))
-        return slowest + _exchanges_us(program, machine)
-    _, machine, trace = _run(program, machine)
-    return _latency_us(trace, machine, _floor_us(program))
+    return predict(program, machine).latency_us
 
 
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
@@ -58,11 +51,31 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
 
     For several GPUs, it has all tasks except pushes, GPU by GPU, with consecutive SM numbers. Raises as `predict`.
     """
-    if program.ranks > 1:
-        return [span for rank in range(program.ranks) for span in _timeline_of(program, rank, machine)]
+    if program.ranks == 1:
+        return _spans(program, machine, False)
+    return [span for rank, part in enumerate(_parts(program)) for span in _spans_of(program, rank, part, machine)]
+
+
+def _parts(program: MegakernelProgram) -> Iterator[MegakernelProgram]:
+    """The program of each GPU."""
+    return iter([program]) if program.ranks == 1 else (alone(program, rank) for rank in range(program.ranks))
+
+
+def _predicted(program: MegakernelProgram, machine: Machine | None, is_part: bool) -> tuple[float, float]:
+    """(latency, floor) of the program of one GPU."""
+    _, machine, trace = _run(program, machine, is_part)
+    floor = _floor_us(program)
+    return _latency_us(trace, machine, floor), floor
+
+
+def _first(found: tuple[float, float]) -> float:
+    return found[0]
+
+
+def _spans(program: MegakernelProgram, machine: Machine | None, is_part: bool) -> list[TaskSpan]:
     from flywheel.cost_model.queues import priced_work
 
-    demand, machine, trace = _run(program, machine)
+    demand, machine, trace = _run(program, machine, is_part)
     sms = [sm for sm, (first, end) in enumerate(pairwise(demand.first)) for _ in range(first, end)]
     rows = zip(
         demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(),
@@ -80,7 +93,9 @@ def _exchanges_us(program: MegakernelProgram, machine: Machine | None) -> float:
     return exchanges_us(program, (machine or machine_for(program.target)).assumed_link)
 
 
-def _timeline_of(program: MegakernelProgram, rank: int, machine: Machine | None) -> list[TaskSpan]:
+def _spans_of(
+    program: MegakernelProgram, rank: int, part: MegakernelProgram, machine: Machine | None
+) -> Iterator[TaskSpan]:
     assert program.target is not None
     homes = {buffer.id: buffer.rank for buffer in program.buffers}
     own = [
@@ -89,12 +104,8 @@ def _timeline_of(program: MegakernelProgram, rank: int, machine: Machine | None)
         if task.rank == rank and all(homes[number] == rank for number in task.outputs)
     ]
     first = rank * program.target.num_sms
-    spans = timeline(alone(program, rank), machine)
-    return [replace(span, task=own[span.task], sm=first + span.sm) for span in spans]
-
-
-def _latency(prediction: Prediction) -> float:
-    return prediction.latency_us
+    for span in _spans(part, machine, True):
+        yield replace(span, task=own[span.task], sm=first + span.sm)
 
 
 def latency_us(demand: Demand, machine: Machine, floor: float) -> float:
@@ -115,11 +126,11 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
     return max(floor, machine.launch_us + max(trace.finish_us))
 
 
-def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Trace]:
+def _run(program: MegakernelProgram, machine: Machine | None, is_part: bool) -> tuple[Demand, Machine, Trace]:
     # Imported here, so that only predictions wait for numpy and numba.
     from flywheel.cost_model.demand import demand_of
 
-    demand = demand_of(program)
+    demand = demand_of(program, is_part)
     assert program.target is not None
     machine = machine or machine_for(program.target)
     trace = _simulate(demand, machine)

@@ -77,14 +77,13 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
         return _Price(0.0, 0.0, 0.0)
     consumer, vector, others = machine.consumer, machine.vector, variant.vector_warps
     share = machine.restage_share if kind.staged else 1.0
-    slices = variant.x_slices if kind.sliced else 1
-    fetched = ceil(kind.read_bytes / (slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
+    fetched = ceil(kind.read_bytes / (kind.slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
     shared = kind.read_bytes * kind.readers / (machine.shared_gbs * 1e3) * share
     product = max(
         consumer.chunks_us(kind.streamed_bytes, variant, kind.codes),
         0.0 if kind.attends else kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
     )
-    work = fetched + shared + (slices - 1) * vector.slice_us + product
+    work = fetched + shared + (kind.slices - 1) * vector.slice_us + product
     ahead = 0.0 if kind.staged else vector.ahead_us
     if kind.attends:
         work += ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
@@ -92,4 +91,4 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
     tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant, kind.codes)
     if not kind.multiplies:
         return _Price(ahead, work, tail)
-    return _Price(ahead, work, tail, fetched + shared + (slices - 1) * vector.slice_us, product)
+    return _Price(ahead, work, tail, fetched + shared + (kind.slices - 1) * vector.slice_us, product)

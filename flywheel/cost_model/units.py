@@ -6,7 +6,7 @@ all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -47,12 +47,21 @@ class Units:
     layers: Layers | None
     unit_of: Ints
     moved: Ints
+    behind: int
+    """The first of `units` behind the layers."""
 
     @property
     def tasks(self) -> Ints:
         """[task] the number of the task's unit among the units of all layers."""
         counts = np.array([unit.n_tasks for unit in self.units], np.int64)
         return np.repeat(np.arange(len(self.unit_of)), counts[self.unit_of])
+
+    def places(self, n_tasks: int) -> Ints:
+        """The place of each unit's first task in the program with fewer layers, of `n_tasks` tasks in all."""
+        counts = np.array([unit.n_tasks for unit in self.units], np.int64)
+        starts = np.cumsum(counts) - counts
+        starts[self.behind :] += n_tasks - counts.sum()
+        return starts
 
     def counters(self, numbers: Sequence[int]) -> Ints:
         """A counter of each unit, for all layers."""
@@ -68,12 +77,13 @@ class Units:
         place = np.arange(len(who)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[who]
         return who, self._further(flat[place, 0], self.moved[who]), flat[place, 1]
 
-    def numbered(self, operands: Sequence[tuple[tuple[int, ...], tuple[int, ...]] | None]) -> Ints:
-        """A number for each unit of all layers, equal for equal operands.
+    def numbered(
+        self, operands: Sequence[tuple[tuple[int, ...], Hashable] | None], known: dict[Hashable, int]
+    ) -> Ints:
+        """A number for each unit of all layers, equal for equal operands of all calls with the same `known`.
 
         `operands` has for each unit the buffers and a part that does not move. None, for no operand, becomes -1.
         """
-        known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         rows = []
         times = self.layers.times + 2 if self.layers is not None else 1
         for operand in operands:
@@ -113,7 +123,7 @@ def units_of(program: MegakernelProgram) -> Units:
     tasks, layers = program.tasks, local_layers(program)
     if not isinstance(tasks, Runs):
         units = list(_of_tasks(tasks))
-        return Units(units, None, np.arange(len(units)), np.zeros(len(units), np.int64))
+        return Units(units, None, np.arange(len(units)), np.zeros(len(units), np.int64), len(units))
     runs = tasks.spelled if layers is not None else tasks.runs
     parts = [
         [
@@ -132,6 +142,7 @@ def units_of(program: MegakernelProgram) -> Units:
             [np.arange(head), np.tile(np.arange(head, head + layer), times), np.arange(tail) + head + layer]
         ),
         np.concatenate([np.zeros(head, np.int64), np.repeat(np.arange(times), layer), np.full(tail, times - 1)]),
+        head + layer,
     )
 
 

@@ -65,13 +65,10 @@ class Effort(Enum):
 
     STEP = "step"
     """One of the vector warps' steps like most others."""
-    NORM = "norm"
     PRODUCT = "product"
     """Matrix warps multiply streamed weights."""
     ATTENTION = "attention"
     """It takes the place of a staged operand and of partial sums for its own."""
-    MERGE = "merge"
-    """It merges partials of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +189,6 @@ def _norm(kind: InstructionKind, further: tuple[Operand, ...], meaning: str, ker
         meaning,
         ("eps", "hidden"),
         flops=("4", "R", "hidden"),
-        effort=Effort.NORM,
         kernel=kernel,
     )
 
@@ -344,7 +340,6 @@ _ROWS: Final = (
         most_inputs=ABI_MAX_INPUTS,
         tells_heads=True,
         flops=("4", "parts", "n_heads", "head_dim + 2"),
-        effort=Effort.MERGE,
         kernel=Kernel("attention_combine", usual=4, awaits=True),
     ),
     Operation(

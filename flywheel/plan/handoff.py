@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ import numpy as np
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
 from flywheel.ir.lanes import lanes_of_caches
-from flywheel.ir.recipe import Output, recipe_steps
+from flywheel.ir.recipe import Output, Recipe, recipe_steps
 from flywheel.plan.nodes import Grouping
 
 _GIVEN: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT)
@@ -72,7 +73,7 @@ def _awaited(
 ) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
     """(awaited buffers, remaining waits of each node) of a program whose buffers share no memory. None if hand-offs
     must use counters."""
-    accesses = _Accesses(program, grouping)
+    accesses = _NodeAccesses(program, grouping)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited - exchanged:
@@ -93,7 +94,7 @@ def _awaited(
     return awaited, left
 
 
-class _Accesses:
+class _NodeAccesses:
     """The writers and readers of each buffer, by node."""
 
     def __init__(self, program: MegakernelProgram, grouping: Grouping) -> None:
@@ -244,5 +245,14 @@ def copies(task: Task, number: int) -> bool:
     """Whether the task writes the buffer by COPY, which can store any bits."""
     if task.op is InstructionKind.COPY:
         return True
-    target = Output(task.outputs.index(number))
-    return any(step.op is InstructionKind.COPY and step.out == target for step in recipe_steps(task))
+    return task.op is InstructionKind.FUSED and task.outputs.index(number) in _copied(task.params["recipe"])
+
+
+@lru_cache(maxsize=1 << 10)
+def _copied(recipe: Recipe) -> frozenset[int]:
+    """The outputs that COPY steps write."""
+    return frozenset([
+        step.out.number
+        for step in recipe.steps
+        if step.op is InstructionKind.COPY and isinstance(step.out, Output)
+    ])  # fmt: skip

@@ -9,7 +9,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, InstructionKind, MegakernelProgram, Run, Runs, Task
+from flywheel.ir import (
+    INHERITED_PARAMS,
+    PARAM_FIELDS,
+    BufferKind,
+    DType,
+    InstructionKind,
+    MegakernelProgram,
+    Run,
+    Runs,
+    Task,
+)
 from flywheel.ir.runs import task_of
 from flywheel.ir.tiles import Stretch, stretches_of
 from flywheel.plan.step import Form, StepOperand
@@ -167,12 +177,12 @@ def _kind(params: Mapping[str, Any]) -> Hashable:
 def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Node], list[Form]]:
     """The nodes of a program whose buffers all exist, and their forms, in order of first use."""
     rows = {buffer.id: row for row, buffer in enumerate(program.buffers)}
-    looks: dict[StepOperand, int] = {}
+    looks: dict[tuple[int, int, tuple[int, ...]], int] = {}  # an enum as an int hashes fast
     look_of = [
-        looks.setdefault(StepOperand(buffer.dtype, tuple(buffer.shape), buffer.kind), len(looks))
+        looks.setdefault((int(buffer.dtype), int(buffer.kind), tuple(buffer.shape)), len(looks))
         for buffer in program.buffers
     ]
-    operands = list(looks)
+    operands = [StepOperand(DType(dtype), shape, BufferKind(kind)) for dtype, kind, shape in looks]
     known: dict[Hashable, int] = {}
     forms: list[Form] = []
     nodes = []
@@ -181,7 +191,7 @@ def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Nod
         outputs = tuple([rows[number] for number in task.outputs])
         written = tuple([outputs.index(row) if row in outputs else None for row in inputs])
         shape = tuple([look_of[row] for row in inputs]), tuple([look_of[row] for row in outputs])
-        key = (task.op, kind, shape, written, widest)
+        key = (int(task.op), kind, shape, written, widest)
         number = known.get(key)
         if number is None:
             number = known[key] = len(forms)

@@ -1,21 +1,27 @@
-"""The plan of a program. The packer packs it, and the cost model predicts from the same variant, queues and
-hand-offs."""
+"""The plan of a program: all that is decided before it is packed. The packer encodes it, and the cost model prices it.
+
+Predictions and proofs of a search ask `check_program`, so that both refuse the same programs in the same words.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import InvalidProgramError
-from flywheel.ir import MegakernelProgram, Runs
+from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.ir import Buffer, MegakernelProgram, Runs
 from flywheel.ir.program import once
 from flywheel.ir.repeating import local_layers, repeated
+from flywheel.plan.adding import adding_products
 from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of, shares_pages
+from flywheel.plan.kernels import arch_name
 from flywheel.plan.nodes import Grouping, group_tasks
 from flywheel.plan.ranks import RankPart, parts_of
+from flywheel.plan.routines import Routines, routines_of
 from flywheel.plan.variant import KernelVariant, variant_of
 
 BRIEF: Final = 2
@@ -25,7 +31,7 @@ layer or the next one, so the first layer stands for all but the last."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A program, the layout of its blocks, its tasks by node, and its hand-offs.
+    """A program, the layout of its blocks, its tasks by node, its hand-offs, and the routines of its tasks.
 
     `order` holds places in `program.tasks`, SM by SM, and in list order on each SM. The places of SM s are
     `order[first[s] : first[s + 1]]`.
@@ -35,16 +41,31 @@ class Plan:
     variant: KernelVariant
     grouping: Grouping
     hand_offs: HandOffs
+    x_slices: int
+    """Slices in which a fitting input may be multiplied. It is 1 if hand-offs use counters, since a counter does not
+    announce parts of an input."""
     order: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
+    found: Routines | InvalidProgramError
+    """The tasks' routines, or why no kernels run the program."""
     part: RankPart | None = None
     """The part of one GPU of several; None where one GPU runs the program alone."""
 
     @property
-    def x_slices(self) -> int:
-        """The number of slices in which a fitting input may be multiplied. It is 1 if hand-offs use counters, since a
-        counter does not announce parts of an input."""
-        return self.variant.x_slices if self.hand_offs.awaited else 1
+    def routines(self) -> Routines:
+        """The tasks' routines. Raises InvalidProgramError, which names the task, if the kernels cannot run it."""
+        if isinstance(self.found, InvalidProgramError):
+            raise self.found
+        return self.found
+
+    @property
+    def adding(self) -> npt.NDArray[np.int64]:
+        """The places in `order` of products that add what the next task would add; see `adding_products`."""
+        if self.part is None:
+            return np.zeros(0, np.int64)
+        return adding_products(
+            self.grouping, self.routines, self.program.buffers, self.hand_offs, self.part, self.order, self.sms
+        )
 
     @property
     def sms(self) -> npt.NDArray[np.int64]:
@@ -62,26 +83,48 @@ def make_plan(program: MegakernelProgram) -> Plan:
 
 @once
 def brief_plan(program: MegakernelProgram) -> Plan:
-    """The plan of a program of one GPU, as `make_plan`, with alike layers at most BRIEF times and all tasks on SM 0.
+    """The plan of a program of one GPU, as `make_plan`, with alike layers fewer times and all tasks on SM 0.
 
-    What it decides for the first layer that repeats holds for all but the last, and what it decides for the last one
-    for the last. A program without such layers is planned as it is.
+    They come once, or BRIEF times where hand-offs may be by data: then, what it decides for the first layer that
+    repeats holds for all but the last. A program without such layers is planned as it is.
     """
-    variant, layers = variant_of(program), local_layers(program)
+    return _brief_plan(program, variant_of(program))
+
+
+def plan_alone(program: MegakernelProgram) -> Plan:
+    """The brief plan of what `ir.alone` leaves of a program of several GPUs, to predict its time."""
+    return _brief_plan(program, replace(variant_of(program), ranked=True))
+
+
+def _brief_plan(program: MegakernelProgram, variant: KernelVariant) -> Plan:
+    layers = local_layers(program)
     if layers is None:
         return _planned(program, variant)
-    return _planned(repeated(program, min(layers.times, BRIEF)), variant, polls=not shares_pages(program))
+    polls = variant.data_hand_offs and not shares_pages(program)
+    return _planned(repeated(program, min(layers.times, BRIEF if polls else 1)), variant, polls=polls)
 
 
 def _planned(
-    program: MegakernelProgram, variant: KernelVariant, exchanged: frozenset[int] = frozenset(), polls: bool = True
+    program: MegakernelProgram, variant: KernelVariant, part: RankPart | None = None, polls: bool = True
 ) -> Plan:
     """`polls` says whether hand-offs may be by data, as far as the variant says so."""
     grouping = group_tasks(program.tasks)
+    exchanged = part.arrived | part.away if part is not None else frozenset[int]()
     sampled = sampled_of(grouping.firsts) if exchanged else frozenset[int]()
     polls = polls and variant.data_hand_offs
     by = by_data(program, grouping, exchanged, sampled) if polls else by_counters(program, grouping)
-    return Plan(program, variant, grouping, by, *queues_of(program))
+    once = by.awaited
+    if part is not None:
+        arrived, away = (rows_of(program.buffers, numbers) for numbers in (part.arrived, part.away))
+        by, variant = replace(by, awaited=by.awaited - away | arrived), replace(variant, ranked=True)
+    x_slices = variant.x_slices if by.awaited else 1
+    order, first = queues_of(program)
+    found: Routines | InvalidProgramError
+    try:
+        found = routines_of(program, grouping, variant, x_slices, once, part)
+    except InvalidProgramError as error:
+        found = error
+    return Plan(program, variant, grouping, by, x_slices, order, first, found, part)
 
 
 def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
@@ -89,15 +132,48 @@ def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
 
     Raises ConfigError and InvalidProgramError as `make_plan` and `parts_of`.
     """
-    return tuple(map(_rank_plan, parts_of(program)))
+    plans = tuple([_planned(part.program, variant_of(part.program), part) for part in parts_of(program)])
+    made = [plan.found for plan in plans if isinstance(plan.found, Routines)]
+    if len({each.best is not None and each.best.shared for each in made}) == 1:
+        return plans
+    # The largest logit of all ranks needs that of each rank.
+    alone = [replace(each, best=None) for each in made]
+    return tuple([replace(plan, found=each) for plan, each in zip(plans, alone, strict=True)]) if alone else plans
 
 
-def _rank_plan(part: RankPart) -> Plan:
-    plan = _planned(part.program, variant_of(part.program), part.arrived.union(part.away))
-    rows = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.arrived}
-    away = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.away}
-    hand_offs = replace(plan.hand_offs, awaited=plan.hand_offs.awaited - away | rows)
-    return replace(plan, variant=replace(plan.variant, ranked=True), hand_offs=hand_offs, part=part)
+def check_program(program: MegakernelProgram) -> None:
+    """Check that the kernels can run a program that `validate(strict=True)` accepts, on a GPU such as its target.
+
+    Raises ConfigError for a target and a config without a kernel variant, and InvalidProgramError as packing does. Of
+    alike layers it looks at BRIEF, unless it finds a fault: then at all of them, to name the task as packing does.
+    """
+    if program.ranks == 1:
+        queues_of(program)
+    try:
+        _check((brief_plan(program),) if program.ranks == 1 else rank_plans(repeated(program, BRIEF)))
+    except InvalidProgramError:
+        _check((make_plan(program),) if program.ranks == 1 else rank_plans(program))
+    arch_name(variant_of(program).sm_arch)
+
+
+def _check(plans: Sequence[Plan]) -> None:
+    for plan in plans:
+        if isinstance(plan.found, InvalidProgramError):
+            raise plan.found
+
+
+def refusal_of(program: MegakernelProgram) -> str | None:
+    """Why `check_program` refuses a program, in its words; None where it does not."""
+    try:
+        check_program(program)
+    except (ConfigError, InvalidProgramError) as error:
+        return str(error)
+    return None
+
+
+def rows_of(buffers: Sequence[Buffer], numbers: Set[int]) -> frozenset[int]:
+    """The rows of buffers with these ids."""
+    return frozenset([row for row, buffer in enumerate(buffers) if buffer.id in numbers])
 
 
 def queues_of(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -1,22 +1,18 @@
-"""What the kernels do for a whole program, or why they cannot. Source: docs/vm.md, "Tables".
-
-Packing encodes it. Predictions and proofs of a search ask `check_program`, so that both refuse the same programs in the
-same words.
-"""
+"""What the kernels do for a whole program, or why they cannot. Source: docs/vm.md, "Tables"."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, DType, InstructionKind, MegakernelProgram
-from flywheel.ir.repeating import repeated
+from flywheel.plan.best import KeptBest, find_best
 from flywheel.plan.checks import (
     check_arrivals,
     check_buffers,
@@ -25,14 +21,14 @@ from flywheel.plan.checks import (
     float_type,
     scale_buffers,
 )
-from flywheel.plan.kernels import arch_name
 from flywheel.plan.nodes import Grouping, Node, make_nodes
 from flywheel.plan.placing import Placement, place_values
-from flywheel.plan.program import BRIEF, Plan, brief_plan, make_plan, queues_of, rank_plans
+from flywheel.plan.ranks import RankPart
 from flywheel.plan.routine import Routine, make_routine
+from flywheel.plan.sharing import SharedOperands, shared_operands
 from flywheel.plan.staging import FRAGMENT_ROWS, PARTIALS_BYTES
 from flywheel.plan.step import ABSENT, Form, MatrixCoding, steps_of, x_rows
-from flywheel.plan.variant import KernelVariant, variant_of
+from flywheel.plan.variant import KernelVariant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,73 +48,45 @@ class Routines:
     coded: Mapping[int, MatrixCoding]
     lanes: int
     position_rows: npt.NDArray[np.int32]
+    shared: SharedOperands
+    best: KeptBest | None
 
 
-def check_program(program: MegakernelProgram) -> None:
-    """Check that the kernels can run a program that `validate(strict=True)` accepts, on a GPU such as its target.
-
-    Raises ConfigError for a target and a config without a kernel variant, and InvalidProgramError as packing does. Of
-    alike layers it looks at one or two, unless it finds a fault: then at all of them, to name the task as packing does.
-    """
-    if program.ranks == 1:
-        queues_of(program)
-    try:
-        _check(program, brief=True)
-    except InvalidProgramError:
-        _check(program, brief=False)
-    arch_name(variant_of(program).sm_arch)
-
-
-def _check(program: MegakernelProgram, brief: bool) -> None:
-    if program.ranks > 1:
-        plans = rank_plans(repeated(program, BRIEF) if brief else program)
-    else:
-        plans = (brief_plan(program) if brief else make_plan(program),)
-    for plan in plans:
-        _routines(plan, _kept)
-
-
-def refusal_of(program: MegakernelProgram) -> str | None:
-    """Why `check_program` refuses a program, in its words; None where it does not."""
-    try:
-        check_program(program)
-    except (ConfigError, InvalidProgramError) as error:
-        return str(error)
-    return None
-
-
-def routines_of(plan: Plan) -> Routines:
-    """The routines of a planned program. Raises InvalidProgramError, which names the task, if the kernels cannot run
+def routines_of(
+    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, once: Set[int],
+    part: RankPart | None,
+) -> Routines:  # fmt: skip
+    """The routines of a program. An input may be multiplied in `x_slices` slices, and `once` are rows of buffers of
+    which each column is written once. Raises InvalidProgramError, which names the task, if the kernels cannot run
     it."""
-    return _routines(plan, _made)
-
-
-def _routines(plan: Plan, make: _Make) -> Routines:
-    program, grouping, part = plan.program, plan.grouping, plan.part
     buffers = program.buffers
     check_buffers(buffers)
     dtype = float_type(buffers, scale_buffers(grouping.firsts))
     nodes, forms = make_nodes(program, grouping)
-    routines, placements = _by_form(nodes, forms, dtype, plan.variant, plan.x_slices, make)
-    pass_blocks = _pass_blocks(routines, plan.variant)
+    routines, placements = _by_form(nodes, forms, dtype, variant, x_slices)
+    pass_blocks = _pass_blocks(routines, variant)
     coded = _coded_rows(nodes, routines, buffers)
     _check_loose(nodes, routines, buffers, coded)
     if part is not None:
         check_arrivals(nodes, routines, buffers, part.arrived)
     lanes, position_rows = _position_rows(grouping.params)
     _check_tiles(program, grouping, nodes, routines)
-    return Routines(dtype, nodes, routines, placements, pass_blocks, coded, lanes, position_rows)
+    arrived = part.arrived if part is not None else frozenset[int]()
+    return Routines(
+        dtype, nodes, routines, placements, pass_blocks, coded, lanes, position_rows,
+        shared_operands(grouping, nodes, routines, once), find_best(buffers, grouping, nodes, routines, arrived),
+    )  # fmt: skip
 
 
 def _by_form(
-    nodes: Sequence[Node], forms: Sequence[Form], dtype: DType, variant: KernelVariant, x_slices: int, make: _Make
+    nodes: Sequence[Node], forms: Sequence[Form], dtype: DType, variant: KernelVariant, x_slices: int
 ) -> tuple[list[Routine], list[Placement]]:
     """Raises InvalidProgramError, which names the first task without a kernel."""
     firsts = {node.form: node.task for node in reversed(nodes)}
     routines, placements = [], []
     for number, form in enumerate(forms):
         try:
-            routine, placed = make(
+            routine, placed = planned_form(
                 _RoutineKey(
                     form, _key(form), dtype, variant.vector_warps, variant.ranked, variant.staged_bytes, x_slices
                 )
@@ -149,21 +117,16 @@ def _key(form: Form) -> Hashable:
     return form.op, form.recipe, own, form.given, form.kv_rows, form.inputs, form.outputs, form.written, form.widest
 
 
-_Make = Callable[[_RoutineKey], tuple[Routine, Placement]]
-
-
-def _made(asked: _RoutineKey) -> tuple[Routine, Placement]:
-    """The routine of a form and the places of its values. Raises InvalidProgramError."""
+@lru_cache(maxsize=1024)
+def planned_form(asked: _RoutineKey) -> tuple[Routine, Placement]:
+    """The routine of a form and the places of its values, once for equal forms: the schedules of a search share most of
+    theirs. Raises InvalidProgramError."""
     form, dtype = asked.form, asked.dtype
     steps = steps_of(form)
     check_steps(steps, form, dtype, asked.vector_warps, asked.ranked)
     check_count(steps)
     routine = make_routine(steps, form, dtype, asked.x_slices, asked.staged_bytes)
     return routine, place_values(routine, asked.staged_bytes)
-
-
-_kept: Final[_Make] = lru_cache(maxsize=1024)(_made)
-"""As `_made`, once for equal forms: the schedules of a search share most of theirs."""
 
 
 def _pass_blocks(routines: Sequence[Routine], variant: KernelVariant) -> int:

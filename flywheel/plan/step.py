@@ -136,6 +136,11 @@ class PlannedStep:
         return self.slices.beside if self.slices is not None else 1
 
     @property
+    def n_slices(self) -> int:
+        """Slices of x."""
+        return -(-int(self.params["K"]) // self.depth)
+
+    @property
     def streams(self) -> bool:
         """Whether its slices of x replace each other."""
         return self.depth * self.beside < int(self.params["K"])

@@ -268,7 +268,7 @@ def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space
 def check_runnable(space: Space) -> None:
     """Raises InvalidProgramError, with the first refusal, if the kernels run neither a known good schedule nor one that
     differs from it in one knob: then they would run none of the space."""
-    from flywheel.plan.routines import check_program
+    from flywheel.plan.program import check_program
 
     good = space.known_good()
     near = [{**good[0], each.name: value} for each in space.dimensions for value in each.values]

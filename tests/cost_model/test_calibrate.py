@@ -60,7 +60,7 @@ def test_constants_stay_within_bounds_and_within_narrower_ones_that_are_given(wo
 
 def test_what_decoding_takes_is_found_of_the_formats_that_are_there(works: ModuleType) -> None:
     stock = works.STOCK
-    truth = replace(stock, consumer=replace(stock.consumer, int4_times=2.5 * stock.consumer.int4_times))
+    truth = replace(stock, consumer=replace(stock.consumer, int4_times=3.0 * stock.consumer.int4_times))
     samples = works.samples(0, 24, 0.0, 1, "int4-g64", truth)  # of seed 0, and of eight, few tell the constant
     found = fit(stock, [*works.samples(0, 24, 0.0, 1, None, truth)[:12], *samples[:12]])
     assert scored(found, samples[12:]).median_error < 0.5 * scored(stock, samples[12:]).median_error

@@ -82,7 +82,7 @@ def hear(sequences: Sequences, launches: int) -> tuple[dict[int, list[int]], dic
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_the_kernel_chooses_no_token_in_rows_that_are_not_finite_and_in_no_other(value: float, kept: bool) -> None:
     weights = after(WEIGHTS, 5, value)
-    flags = patch("flywheel.vm.pack.program.best_flags", lambda *_: {}) if not kept else patch.dict({})
+    flags = patch("flywheel.plan.routines.find_best", lambda *_: None) if not kept else patch.dict({})
     with flags, session_of(weights, 3) as session:
         taken = pack(program(3)).instructions["flags"] & InstructionFlag.TAKES_BEST
         assert bool(taken.any()) == kept

@@ -18,7 +18,7 @@ from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig, valid
 from flywheel.ir.layers import LayeredTable
 from flywheel.lowering.lower import lower
 from flywheel.models.spec import DecoderSpec
-from flywheel.plan.routines import check_program, refusal_of
+from flywheel.plan.program import check_program, refusal_of
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 from flywheel.vm.pack import pack_any

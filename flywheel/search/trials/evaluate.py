@@ -113,7 +113,7 @@ def prepare(config: ScheduleConfig, workload: Workload) -> Prepared:
 def _without_kernels(program: MegakernelProgram) -> Rejected | None:
     """The refusal of a proved program that no kernels run, as a GPU's worker would say it; None where they do."""
     # Imported here: the coordinator imports this module, and only evaluations wait for numpy.
-    from flywheel.plan.routines import refusal_of
+    from flywheel.plan.program import refusal_of
 
     reason = refusal_of(program)
     return None if reason is None else Rejected(("load",), reason)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError
 from flywheel.ir import DType, MegakernelProgram, Task
-from flywheel.ir.access import WHOLE, Region, written_region
 from flywheel.ir.positions import last_position
 from flywheel.ir.recipe import recipe_steps
 from flywheel.plan import KernelVariant
-from flywheel.plan.handoff import columns_of
-from flywheel.plan.nodes import Grouping, Node
-from flywheel.plan.program import Plan, make_plan
+from flywheel.plan.best import KeptBest
+from flywheel.plan.program import Plan, make_plan, rows_of
 from flywheel.plan.ranks import RankPart
-from flywheel.plan.routine import Routine
-from flywheel.plan.routines import routines_of
+from flywheel.plan.sharing import find_staged
 from flywheel.plan.step import ABSENT, MatrixCoding
 from flywheel.vm.abi import InstructionFlag, Layout
-from flywheel.vm.pack.adding import take_sums
-from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.instructions import (
     node_rows,
@@ -127,11 +121,9 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     return pack_plan(make_plan(program))
 
 
-def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
-    """The tables of a planned program. With `keeps_best`, tasks may keep the largest logit. Raises InvalidProgramError
-    as `pack`."""
-    program, variant, grouping, hand_offs = plan.program, plan.variant, plan.grouping, plan.hand_offs
-    made = routines_of(plan)
+def pack_plan(plan: Plan) -> PackedProgram:
+    """The tables of a planned program. Raises InvalidProgramError as `pack`."""
+    program, variant, hand_offs, made = plan.program, plan.variant, plan.hand_offs, plan.routines
     dtype, nodes, routines, coded = made.dtype, made.nodes, made.by_form, made.coded
     frequencies = Frequencies()
     templates = [
@@ -139,20 +131,15 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
         for routine, placed in zip(routines, made.placements, strict=True)
     ]
     steps, first_steps = _step_table(templates)
-    layouts = weight_layouts(nodes, routines, coded)
-    away = _away(plan)
-    buffers = buffer_table(program.buffers, layouts, hand_offs.awaited, away)
+    away = rows_of(program.buffers, plan.part.away) if plan.part is not None else frozenset[int]()
+    buffers = buffer_table(program.buffers, weight_layouts(nodes, routines, coded), hand_offs.awaited, away)
 
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
-    by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
-    arrivals = _keep_best(plan, nodes, routines, by_node) if keeps_best else ABSENT
-    instructions = _instructions(plan, nodes, routines, by_node, made.position_rows)
-    queues, node_of = plan.first.astype(np.int32), grouping.node_of[plan.order]
+    instructions = _instructions(plan, node_rows(nodes, first_steps, templates, rows, hand_offs.waits))
+    queues, node_of = plan.first.astype(np.int32), plan.grouping.node_of[plan.order]
     sums: dict[int, int] = {}
     if plan.part is not None:
-        kept, sums = take_sums(
-            instructions, steps, nodes, routines, node_of, program.buffers, plan.part, made.pass_blocks
-        )
+        kept, sums = _take_sums(instructions, plan.adding, plan.part)
         instructions, node_of = picked(instructions, kept), node_of[kept]
         queues = np.searchsorted(kept, queues).astype(np.int32)
 
@@ -175,52 +162,63 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
         pass_blocks=made.pass_blocks,
         arena=place_buffers(program, hand_offs.awaited, away),
         coded=coded,
-        last_position=last_position(grouping.params),
-        fixed_position=_fixed(grouping.firsts),
+        last_position=last_position(plan.grouping.params),
+        fixed_position=_fixed(plan.grouping.firsts),
         part=plan.part,
-        arrivals=arrivals,
+        arrivals=made.best.logits if made.best is not None and made.best.shared else ABSENT,
         sums=sums,
         lanes=made.lanes,
     )  # fmt: skip
 
 
-def _instructions(
-    plan: Plan, nodes: Sequence[Node], routines: Sequence[Routine], by_node: Table, places: Ints
-) -> Table:
-    """An instruction for each task, SM by SM. `places` has the index of a launch's position for each params record."""
-    grouping = plan.grouping
+def _instructions(plan: Plan, by_node: Table) -> Table:
+    """An instruction for each task, SM by SM."""
+    grouping, made = plan.grouping, plan.routines
+    if made.best is not None:
+        _flag_best(by_node, made.best, plan.part)
     node_of, params_of = grouping.node_of[plan.order], grouping.params_of[plan.order]
     instructions = picked(by_node, node_of)
     _put(instructions, "params", picked(params_rows(grouping.params), params_of))
     instructions["params"]["n_off"] = grouping.n_off[plan.order]
-    instructions["sequence"] = places[params_of]
+    instructions["sequence"] = made.position_rows[params_of]
     if plan.part is not None:
         instructions["flags"] |= peer_flags(plan.part)[plan.order]
     instructions["task"], instructions["sm"] = plan.order, plan.sms
-    staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, plan.sms)
+    keys: dict[object, int] = {None: -1}
+    found, left = (
+        np.array([
+            keys.setdefault(value and value.over(node.inputs), len(keys))
+            for node, value in zip(made.nodes, values, strict=True)
+        ], np.int64)[node_of]
+        for values in (made.shared.found, made.shared.left)
+    )  # fmt: skip
+    staged = find_staged(found, left, plan.sms)
     instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
     return instructions
 
 
-def _keep_best(plan: Plan, nodes: Sequence[Node], routines: Sequence[Routine], by_node: Table) -> int:
-    """Flag the nodes that keep and take the largest logit. Returns the row of logits that arrive from other ranks and
-    of which the ranks exchange the maximum; ABSENT if there are none."""
-    part = plan.part
-    arrived = part.arrived if part is not None else frozenset()
-    best = best_flags(plan.program, plan.grouping, nodes, routines, arrived)
-    for node, flag in best.items():
-        by_node["flags"][node] |= np.uint32(flag)
-    taking = [node for node, flag in best.items() if flag is InstructionFlag.TAKES_BEST]
-    if part is None or not taking or plan.program.buffers[nodes[taking[0]].inputs[0]].id not in arrived:
-        return ABSENT
-    by_node["flags"][taking] |= other_ranks(part)
-    return nodes[taking[0]].inputs[0]
+def _flag_best(by_node: Table, best: KeptBest, part: RankPart | None) -> None:
+    """Flag the nodes that keep and take the largest logit, and send it to the other ranks if they share the logits."""
+    by_node["flags"][list(best.keeping)] |= np.uint32(InstructionFlag.KEEPS_BEST)
+    by_node["flags"][list(best.taking)] |= np.uint32(InstructionFlag.TAKES_BEST)
+    if part is not None and best.shared:
+        by_node["flags"][list(best.taking)] |= other_ranks(part)
 
 
-def _away(plan: Plan) -> frozenset[int]:
-    """Row numbers of buffers that are on other GPUs."""
-    numbers = plan.part.away if plan.part is not None else frozenset()
-    return frozenset(row for row, buffer in enumerate(plan.program.buffers) if buffer.id in numbers)
+def _take_sums(
+    instructions: Table, places: npt.NDArray[np.int64], part: RankPart
+) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
+    """Let the products at `places` add (ADDS). Returns (the instructions that are left without the sums that they add,
+    `sums` of the PackedProgram that has these instructions)."""
+    total, ends = picked(instructions, places + 1), instructions["n_inputs"][places]
+    operands = np.column_stack([total["inputs"][:, : part.ranks], total["outputs"][:, 0]])
+    instructions["inputs"][places[:, None], ends[:, None] + np.arange(part.ranks + 1)] = operands
+    instructions["n_inputs"][places] += part.ranks + 1
+    instructions["flags"][places] |= np.uint32(InstructionFlag.ADDS)
+    instructions["out_counter"][places] = total["out_counter"]
+    kept = np.delete(np.arange(len(instructions)), places + 1)
+    rows = np.searchsorted(kept, places).tolist()
+    return kept, dict(zip(rows, total["task"].tolist(), strict=True))
 
 
 def _put(table: Table, member: str, rows: Table) -> None:
@@ -242,51 +240,6 @@ def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
             end += len(template.steps)
         firsts.append(known[key])
     return np.frombuffer(b"".join(known), STEP), firsts  # np.concatenate would put the members of a union side by side
-
-
-def _finds_x_staged(
-    nodes: Sequence[Node],
-    routines: Sequence[Routine],
-    rewritten: Set[int],
-    node_of: npt.NDArray[np.int64],
-    sms: npt.NDArray[np.int64],
-) -> npt.NDArray[np.bool_]:
-    """Whether each instruction finds its first matrix operand already staged by the instruction before it on its SM.
-
-    Both operands must be the same function of the same buffers. The buffers hold the same for both if no column of them
-    is written twice: the only write happens before each task that reads it. `rewritten` are the rows of other buffers.
-    """
-    keys: dict[object, int] = {}
-    columns: list[list[int]] = [[], []]
-    for node in nodes:
-        routine = routines[node.form]
-        for value, column in zip((routine.skipped_x, routine.left_x), columns, strict=True):
-            if value is None or any(node.inputs[place] in rewritten for place in value.inputs):
-                column.append(-1)
-            else:
-                column.append(keys.setdefault(value.over(node.inputs), len(keys)))
-    found, left = (np.array(column, np.int64)[node_of] for column in columns)
-    marks = np.zeros(len(node_of), np.bool_)
-    marks[1:] = (sms[:-1] == sms[1:]) & (found[1:] >= 0) & (found[1:] == left[:-1])
-    return marks
-
-
-def _rewritten_rows(nodes: Sequence[Node], grouping: Grouping) -> set[int]:
-    """Rows of buffers in which tasks write, or may write, a column more than once.
-
-    Tiles over several rows count by their columns. Other writes count as a whole.
-    """
-    written: dict[int, list[Region]] = {}
-    sizes = np.bincount(grouping.node_of, minlength=len(nodes)).tolist()
-    for node, columns, size in zip(nodes, columns_of(grouping), sizes, strict=True):
-        tiled = written_region(node.task) is not None
-        for place, row in enumerate(node.outputs):
-            written.setdefault(row, []).extend(columns if tiled and not place else [WHOLE] * size)
-    return {row for row, columns in written.items() if len(columns) > 1 and _overlap(sorted(columns))}
-
-
-def _overlap(columns: Sequence[Region]) -> bool:
-    return any(second[0] < first[1] for first, second in pairwise(columns))
 
 
 def _fixed(tasks: Sequence[Task]) -> str | None:

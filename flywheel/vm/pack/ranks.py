@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from flywheel.ir import ABI_MAX_ROWS, MAX_RANKS, MegakernelProgram
 from flywheel.plan.program import rank_plans
-from flywheel.plan.step import ABSENT
 from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
 from flywheel.vm.pack.program import PackedProgram, pack, pack_plan
 
@@ -55,11 +54,7 @@ def pack_ranks(program: MegakernelProgram) -> tuple[PackedProgram, ...]:
     both sets of awaited buffers must be 1. All GPUs launch alike: the Nth launch of one meets the Nth launch of the
     others. Raises ConfigError and InvalidProgramError as `pack`.
     """
-    plans = rank_plans(program)
-    packed = [pack_plan(plan) for plan in plans]
-    if len({each.arrivals == ABSENT for each in packed}) > 1:  # the maximum of all ranks needs that of each rank
-        packed = [pack_plan(plan, keeps_best=False) for plan in plans]
-    return aligned(packed)
+    return aligned([pack_plan(plan) for plan in rank_plans(program)])
 
 
 def aligned(packed: Sequence[PackedProgram]) -> tuple[PackedProgram, ...]:

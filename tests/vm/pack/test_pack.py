@@ -24,7 +24,7 @@ from flywheel.ir import (
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.plan.routines import refusal_of
+from flywheel.plan.program import refusal_of
 from flywheel.vm.abi import InstructionFlag
 from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.reference.memory import Arena

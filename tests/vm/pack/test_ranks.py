@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +33,10 @@ from flywheel.ir.recipe import recipe_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan.best import KeptBest, find_best
 from flywheel.plan.sending import TileReader, made_by
 from flywheel.vm.abi import COUNTER_STRIDE, PEERS_SHIFT, InstructionFlag, Layout
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, pack, pack_ranks, ranks_table
-from flywheel.vm.pack.best import best_flags
 
 PROGRAM = replace(
     two_ranks(), target=replace(TARGETS["h200"], num_sms=2), config=ScheduleConfig(threads_per_block=128)
@@ -416,10 +417,10 @@ def test_each_rank_takes_the_best_of_all_and_waits_for_its_own_products(ranks: i
 
 
 def test_where_one_rank_cannot_tell_its_best_all_read_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def but_of_rank_1(program: MegakernelProgram, *rest: Any) -> Any:
-        return {} if program.buffers[0].name.endswith("@1") else best_flags(program, *rest)
+    def but_of_rank_1(buffers: Sequence[Buffer], *rest: Any) -> KeptBest | None:
+        return None if buffers[0].name.endswith("@1") else find_best(buffers, *rest)
 
-    monkeypatch.setattr("flywheel.vm.pack.program.best_flags", but_of_rank_1)
+    monkeypatch.setattr("flywheel.plan.routines.find_best", but_of_rank_1)
     for packed in shared(2):
         assert flagged(packed, InstructionFlag.KEEPS_BEST | InstructionFlag.TAKES_BEST) == set()
         assert (packed.arrivals, packed.choice) == (-1, -1)

@@ -7,50 +7,61 @@ If several GPUs share the logits, each sends its own maximum to the others. Sour
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from flywheel.ir import ABI_MAX_ROWS, DType, InstructionKind, MegakernelProgram
+from flywheel.ir import ABI_MAX_ROWS, Buffer, DType, InstructionKind
 from flywheel.plan.nodes import Grouping, Node
 from flywheel.plan.routine import Routine
 from flywheel.plan.step import RESULT_REF, Epilogue, x_rows
-from flywheel.vm.abi import InstructionFlag
 
 
-def best_flags(
-    program: MegakernelProgram,
+@dataclass(frozen=True, slots=True)
+class KeptBest:
+    """The nodes that keep the largest logit, the nodes that take it, and the row of the logits' buffer. `shared`: other
+    GPUs have a part of the logits, and all exchange their largest one."""
+
+    keeping: tuple[int, ...]
+    taking: tuple[int, ...]
+    logits: int
+    shared: bool
+
+
+def find_best(
+    buffers: Sequence[Buffer],
     grouping: Grouping,
     nodes: Sequence[Node],
     routines: Sequence[Routine],
     arrived: Collection[int] = (),
-) -> Mapping[int, InstructionFlag]:
-    """Flags of the nodes that keep the largest logit, and of the nodes that take it. Empty if the following does not
-    hold.
+) -> KeptBest | None:
+    """The nodes that keep and take the largest logit. None if the following does not hold.
 
     One task samples each row of an F32 buffer, and each column of the buffer is written once, as the product of all
     rows in a matrix step. In a buffer of `arrived`, columns that no task writes come from other GPUs.
     """
+    forms = {number for number, routine in enumerate(routines) if _samples(routine)}
+    sampling = [index for index, node in enumerate(nodes) if node.form in forms]
     sizes = np.bincount(grouping.node_of, minlength=len(nodes))
-    sampling = [index for index, node in enumerate(nodes) if _samples(routines[node.form])]
     if not 1 <= len(sampling) <= ABI_MAX_ROWS or any(sizes[index] != 1 for index in sampling):
-        return {}
+        return None
     logits = nodes[sampling[0]].inputs[0]
-    buffer, rows = program.buffers[logits], len(sampling)
+    buffer, rows = buffers[logits], len(sampling)
     taken = [_sampled_row(nodes[index], routines[nodes[index].form], buffer.numel // rows) for index in sampling]
     if buffer.dtype is not DType.F32 or any(nodes[index].inputs[0] != logits for index in sampling):
-        return {}
+        return None
     if set(taken) != ({None} if rows == 1 else set(range(rows))):
-        return {}
+        return None
     writers = [index for index, node in enumerate(nodes) if logits in node.outputs]
     makers = [(nodes[index], routines[nodes[index].form]) for index in writers]
     if not makers or not all(_multiplies(node, routine, logits, rows) for node, routine in makers):
-        return {}
+        return None
     widths = np.array([params.get("N_tile", 0) for params in grouping.params], np.int64)[grouping.params_of]
     made = widths[np.isin(grouping.node_of, writers)].sum() * rows
     if made != buffer.numel and buffer.id not in arrived:
-        return {}
-    return dict.fromkeys(writers, InstructionFlag.KEEPS_BEST) | dict.fromkeys(sampling, InstructionFlag.TAKES_BEST)
+        return None
+    return KeptBest(tuple(writers), tuple(sampling), logits, buffer.id in arrived)
 
 
 def _samples(routine: Routine) -> bool:

@@ -1,0 +1,98 @@
+"""Lets a product that sends its columns add all ranks' shards of them, in place of the sum that comes next on its SM.
+
+That saves a task between the arrival of the last shard and the stored sum. The order of work stays the same: nothing
+runs between the product and the sum. A product leaves its sum alone in two cases. If it takes several passes, each
+would wait for the other ranks before the next one is sent. If somebody waits for its counter, the signal would come
+after the sum, and the other ranks may need it before. Source: docs/vm.md, "Ranks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.ir import ABI_MAX_INPUTS, Buffer, InstructionKind
+from flywheel.plan.handoff import HandOffs
+from flywheel.plan.nodes import Grouping, Node
+from flywheel.plan.ranks import RankPart
+from flywheel.plan.routine import Routine
+from flywheel.plan.routines import Routines
+from flywheel.plan.staging import FRAGMENT_ROWS
+from flywheel.plan.step import adds_columns, x_rows
+
+Ints = npt.NDArray[np.int64]
+
+
+def adding_products(
+    grouping: Grouping,
+    made: Routines,
+    buffers: Sequence[Buffer],
+    hand_offs: HandOffs,
+    part: RankPart,
+    order: Ints,
+    sms: Ints,
+) -> Ints:
+    """The places in `order` of the products that add what the task at the next place would add. That task need not run.
+
+    `order` has the tasks SM by SM, and `sms` the SM of each. A product leaves its sum alone if the operands of both are
+    more than ABI_MAX_INPUTS.
+    """
+    nodes, routines, node_of = made.nodes, made.by_form, grouping.node_of[order]
+    is_sum = np.array([_is_sum(node, routines[node.form], buffers, part.ranks) for node in nodes], np.bool_)[node_of]
+    if not is_sum.any():
+        return np.zeros(0, np.int64)
+    others = (1 << part.ranks) - 1 - (1 << part.rank)
+    sends = ((part.peers & others == others) & ~part.pushes)[order]
+    places = np.flatnonzero(sends[:-1] & is_sum[1:] & (sms[:-1] == sms[1:]))
+    facts = [_facts(number, nodes, routines, hand_offs) for number in range(len(nodes))]
+    rows, n_inputs, result, awaits, announced = np.array(facts, np.int64).reshape(-1, 5).T
+    stored = np.array([node.outputs[0] if node.outputs else -1 for node in nodes], np.int64)
+    summand = np.array([node.inputs[part.rank] if len(node.inputs) > part.rank else -1 for node in nodes], np.int64)
+    widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)[grouping.params_of[order]]
+    starts = grouping.n_off[order]
+    product, total = node_of[places], node_of[places + 1]
+    start, width = starts[places], widths[places]
+    taken: npt.NDArray[np.bool_] = (
+        (rows[product] > 0)
+        & (stored[product] == summand[total])
+        & (start == starts[places + 1])
+        & (width == widths[places + 1])
+        & (result[total] == width * rows[product])
+        & (awaits[total] == 0)
+        & (announced[product] == 0)
+        & (n_inputs[product] + part.ranks + 1 <= ABI_MAX_INPUTS)
+        & (-(-(start % FRAGMENT_ROWS + width) // FRAGMENT_ROWS) <= made.pass_blocks)
+    )
+    return places[taken]
+
+
+def _facts(
+    number: int, nodes: Sequence[Node], routines: Sequence[Routine], hand_offs: HandOffs
+) -> tuple[int, int, int, int, bool]:
+    """(rows of the product that the task ends with, if it is of the task's own columns, else 0; its inputs; elements of
+    the first step's result; remaining waits; whether a task polls its counter)."""
+    node, steps = nodes[number], routines[nodes[number].form].steps
+    last = steps[-1] if steps else None
+    own = last is not None and last.matrix and not {"n_off", "N_tile"} & last.params.keys()
+    return (
+        x_rows(last, steps, routines[node.form].form) if own and last is not None else 0,
+        len(node.inputs),
+        steps[0].result.numel if steps else 0,
+        len(hand_offs.waits[number]),
+        node.task.out_counter in hand_offs.counters,
+    )
+
+
+def _is_sum(node: Node, routine: Routine, buffers: Sequence[Buffer], ranks: int) -> bool:
+    """Whether a task only adds its columns of one input of each rank, in their order, and rounds as its output does."""
+    if len(routine.steps) != 1 or routine.steps[0].op is not InstructionKind.ALLREDUCE_SHARD:
+        return False
+    step = routine.steps[0]
+    return (
+        adds_columns(step, routine.form)
+        and step.args == tuple(range(ranks))
+        and step.out == 0
+        and step.result.dtype is buffers[node.outputs[0]].dtype
+    )
