@@ -24,7 +24,7 @@ from flywheel.search.run import Start, run_search
 from flywheel.search.spec import DEFAULT_PREDICTIONS, CampaignSpec, check_name
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.workload import default_context
-from flywheel.store.places import make_store_url, store_name
+from flywheel.store.places import check_apart, make_store_url, store_name
 from flywheel.store.sql import read_store
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class SearchResult:
         if predicted and self.best is not None and not self.best.is_predicted:
             raise UsageError(f"campaign {self.campaign}: its best schedule is measured, not predicted")
         with read_store(self.store) as store:
-            return _written(path, origin_text(origin, store))
+            return _written(path, origin_text(origin, store), self.store)
 
     def report(self, path: str | Path) -> Path:
         """Write the campaign as one HTML page, as `flywheel report` does. Returns the path.
@@ -109,7 +109,7 @@ class SearchResult:
         with read_store(self.store) as store:
             campaign, records = find_campaign(store, self.campaign), store.trials(self.campaign)
             files = campaign_files(campaign, records, store)
-        return _written(path, files[PAGE])
+        return _written(path, files[PAGE], self.store)
 
     def to_dataframe(self) -> DataFrame:
         """All rows of the campaign, finals included, in the columns of `flywheel.to_dataframe`.
@@ -200,7 +200,8 @@ def _found(result: CampaignResult, url: str, start: Start, notes: tuple[Note, ..
     )  # fmt: skip
 
 
-def _written(path: str | Path, text: str) -> Path:
+def _written(path: str | Path, text: str, url: str) -> Path:
     path = Path(path)
+    check_apart(path, url)
     replace_file(path, text)
     return path

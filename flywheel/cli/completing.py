@@ -22,7 +22,7 @@ class Completed(click.ParamType[Any]):
     """A type `base` of which a shell completes the names that `offer` gives; without one of them, a path of `kind`."""
 
     def __init__(self, base: click.ParamType[Any], offer: Offer, kind: str = "") -> None:
-        self.name, self._base, self._offer, self._kind = base.name, base, offer, kind
+        self.name, self._base, self._offer, self.kind = base.name, base, offer, kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """As the type."""
@@ -36,7 +36,7 @@ class Completed(click.ParamType[Any]):
             offered = []
         begin = incomplete.lower()
         found = [CompletionItem(word) for word in offered if word.lower().startswith(begin) and word.isprintable()]
-        return found or ([CompletionItem(incomplete, type=self._kind)] if self._kind else [])
+        return found or ([CompletionItem(incomplete, type=self.kind)] if self.kind else [])
 
 
 class EqualsBash(BashComplete):

@@ -106,6 +106,8 @@ def export(
         given = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch, "weights": weights}
         _show_bundle(bundle_file(schedule_file, form, given, output), output, as_json)
         return
+    if output is not None and form != "bundle":
+        check_writable(output)
     with open_store(store, create=False) as opened:
         if campaign is not None or (form in _OF_CAMPAIGN and not any((model, gpu))):
             named["campaign"] = find_campaign(opened, campaign).name

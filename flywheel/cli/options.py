@@ -20,6 +20,7 @@ from flywheel.cli.text import HELP, json_text, note, show_document, show_json, s
 from flywheel.cli.wording import old_variables
 from flywheel.errors import UsageError
 from flywheel.ir import MAX_RANKS
+from flywheel.ir.files import check_no_database, replace_file, same_file
 from flywheel.models.decoder import MAX_BATCH
 from flywheel.runtime.sequences import GREEDY
 from flywheel.search.spec import DEFAULTS as DEFAULTS
@@ -248,7 +249,8 @@ def announce_written(path: Path, more: str = "") -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises UsageError where `write_file` could not write `path`, as far as is known beforehand."""
+    """Raises UsageError where `write_file` could not write `path`, as far as is known beforehand, and where `path` is
+    the command's trial store, another database, or another file that the command reads or writes."""
     if path == STDOUT:
         return
     try:
@@ -261,13 +263,37 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"{path}: cannot be written: directory {path.parent} does not exist")
     if not os.access(path.resolve().parent if path.is_file() or not path.exists() else path, os.W_OK):
         raise UsageError(f"{path}: cannot be written: permission denied")
+    check_no_database(path)
+    _check_apart(path)
+
+
+def _check_apart(path: Path) -> None:
+    """Raises UsageError where `path` is a file that another parameter of the running command names."""
+    from flywheel.store.places import check_apart
+
+    ctx = click.get_current_context(silent=True)
+    if ctx is None or (path.exists() and not path.is_file()):  # a device may be named twice
+        return
+    for param in ctx.command.params:
+        given = ctx.params.get(param.name or "")
+        if param.name == "store" and given is not None:
+            check_apart(path, given)
+        for each in given if isinstance(given, tuple) else (given,):
+            if each is path or each in (None, str(STDOUT)) or not _names_file(param):
+                continue
+            if same_file(path, Path(each)):
+                raise UsageError(f"{path}: {param.opts[-1] if param.opts[0][:1] == '-' else 'an argument'} names this "
+                                 "file, too; name another one")  # fmt: skip
+
+
+def _names_file(param: click.Parameter) -> bool:
+    """Whether the values of a parameter name files that its command reads or writes."""
+    return isinstance(param.type, OutputFile | click.Path) or getattr(param.type, "kind", "") == "file"
 
 
 def write_file(path: Path, text: str | Iterable[str]) -> None:
     """Write `text`, or its pieces, to `path`, replacing it atomically, or to stdout. Raises UsageError where that
     fails."""
-    from flywheel.ir.files import replace_file
-
     if path == STDOUT:
         for piece in (text,) if isinstance(text, str) else text:
             show_document(piece)

@@ -25,6 +25,9 @@ MAX_FILE_BYTES: Final = 2**30
 MAX_VALUES: Final = 2**25
 """Most values of a JSON text, counted by its commas and brackets. Parsed, they take about 3 GB."""
 
+_SQLITE: Final = b"SQLite format 3\0"
+"""How a SQLite database begins. Source: SQLite, "Database File Format"."""
+
 _MOST_DIGITS: Final = 21
 """Characters of a 64-bit integer with its sign."""
 
@@ -129,11 +132,33 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 
 
 def replace_file(path: Path, text: str | Iterable[str]) -> None:
-    """As `write_atomically`. Raises UsageError where that fails."""
+    """As `write_atomically`. Raises UsageError where that fails, and as `check_no_database`."""
+    check_no_database(path)
     try:
         write_atomically(path, text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def check_no_database(path: Path) -> None:
+    """Raises UsageError where `path` is a SQLite database, such as a trial store: no text may replace one."""
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as stream:
+            found = stream.read(len(_SQLITE))
+    except (OSError, ValueError):  # whoever writes it says why that fails
+        return
+    if found == _SQLITE:
+        raise UsageError(f"{path}: is a SQLite database, as a trial store is; name another file")
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two paths name one file, which need not be there."""
+    try:
+        return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
+    except (OSError, ValueError, RuntimeError):  # no file can have this name; a loop of links
+        return False
 
 
 MANIFEST: Final = "bundle.json"

@@ -14,7 +14,8 @@ from urllib.parse import quote, unquote, urlsplit
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from flywheel.errors import StoreError
+from flywheel.errors import StoreError, UsageError
+from flywheel.ir.files import same_file
 
 _SCHEME: Final = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _NEARLY: Final = re.compile(r"postgres(ql)?(\+\w+)?:", re.IGNORECASE)
@@ -35,6 +36,9 @@ _SQLITE: Final = {
     "timeout": (re.compile(r"\d+(\.\d+)?"), "a number of seconds"),
 }
 """Parameters of a SQLite URL, with a pattern of their values and its description."""
+
+_BESIDE: Final = ("-wal", "-shm", "-journal")
+"""Ends of the names of files that SQLite keeps beside its own. Source: SQLite, "Temporary Files Used By SQLite"."""
 
 _IN_URI: Final = ("mode", "cache", "immutable", "nolock")
 """Parameters that SQLite itself reads; it does so only with `uri=true`."""
@@ -80,6 +84,14 @@ def file_of(url: URL) -> Path | None:
     if "uri" in url.query:
         database = unquote(urlsplit(database).path)
     return None if database in ("", ":memory:") or url.query.get("mode") == "memory" else Path(database)
+
+
+def check_apart(path: Path, url: str | Path) -> None:
+    """Raises UsageError if `path` is a file of the store at `url`: its SQLite file, or one that SQLite keeps beside it.
+    Raises StoreError for a malformed `url`."""
+    own = file_of(make_store_url(url))
+    if own is not None and any(same_file(path, own.with_name(own.name + end)) for end in ("", *_BESIDE)):
+        raise UsageError(f"{path}: is a file of the trial store; name another file")
 
 
 def check_file(url: URL, name: str, create: bool) -> None:

@@ -206,6 +206,15 @@ def test_a_best_prediction_is_saved_where_nothing_was_measured(tmp_path: Path) -
     assert schedule.config == result.config
 
 
+def test_no_result_is_written_over_its_store(found: SearchResult) -> None:
+    before = Path(found.store).read_bytes()
+    for end in ("", "-wal"):
+        for write in (found.save, found.report):
+            with pytest.raises(UsageError, match=r"is a file of the trial store; name another file$"):
+                write(f"{found.store}{end}")
+    assert Path(found.store).read_bytes() == before
+
+
 def test_the_report_has_the_commands_bytes(found: SearchResult, tmp_path: Path) -> None:
     page = found.report(tmp_path / "page.html").read_bytes()
     command = ["report", "guess", "--store", found.store, "--output", str(tmp_path / "by_command.html")]

@@ -8,7 +8,8 @@ import pytest
 from cli.conftest import MODEL, SEARCH, Run
 
 from flywheel.cli.main import COMMANDS, cli
-from flywheel.cli.options import OutputFile
+from flywheel.cli.options import OutputFile, check_writable
+from flywheel.errors import UsageError
 
 TABLES = (
     ("models",), ("targets",), ("knobs", *MODEL), ("campaigns", "--store", "STORE"),
@@ -94,3 +95,57 @@ def test_every_output_but_a_directory_may_be_stdout(name: str) -> None:
     for option in command.params:
         if "--output" in option.opts and option.metavar != "DIR":
             assert isinstance(option.type, OutputFile)
+
+
+OVER_A_STORE = (
+    ("export", "--format", "schedule", "--store", "trials.db"), ("report", "--store", "trials.db"),
+    (*SEARCH, "--store", "trials.db"), ("campaigns", "--store", "trials.db"), ("schedules", "llama3-8b-h100-bf16-c512"),
+)  # fmt: skip
+"""The last one reads no store: there, a database is refused as such."""
+
+
+@pytest.mark.parametrize("words", OVER_A_STORE, ids=lambda words: words[0])
+@pytest.mark.parametrize("end", ["", "-wal", "-shm"])
+def test_no_command_writes_over_a_trial_store(words: tuple[str, ...], end: str, store: str, run: Run) -> None:
+    if words[0] == "schedules" and end:
+        pytest.skip("only the store's own commands know the names of its other files")
+    before = Path(store).read_bytes()
+    result = run(*words, "--output", f"{store}{end}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{store}{end}: is a" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert Path(store).read_bytes() == before
+
+
+def test_a_search_does_not_write_over_the_store_that_it_makes(run: Run) -> None:
+    Path("link.db").symlink_to("new.db")
+    result = run(*SEARCH, "--trials", "1", "--store", "new.db", "--output", "link.db")
+    assert (result.exit_code, Path("new.db").exists()) == (2, False)
+    assert result.stderr == "flywheel: link.db: is a file of the trial store; name another file\n"
+
+
+def test_a_picture_does_not_replace_what_it_compares(searched: Path, run: Run) -> None:
+    run("export", "--format", "schedule", "--store", searched, "--output", "best.json")
+    before = Path("best.json").read_bytes()
+    Path("hard.json").hardlink_to("best.json")
+    result = run("compare", "best.json", "best.json", "--picture", "hard.json")
+    assert (result.exit_code, Path("best.json").read_bytes()) == (2, before)
+    assert result.stderr == "flywheel: hard.json: an argument names this file, too; name another one\n"
+
+
+def _files_of(made: click.Command) -> list[str]:
+    """The parameters that name files, by their metavars."""
+    return [each.name or "" for each in made.params if "FILE" in (each.metavar or "") or each.name == "store"]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_no_output_is_another_file_of_its_command(name: str) -> None:
+    """Of every command: what it reads, and what it writes besides."""
+    made = cli.get_command(click.Context(cli), name)
+    assert made is not None
+    for output in (each for each in made.params if isinstance(each.type, OutputFile)):
+        for other in _files_of(made):
+            if other == output.name:
+                continue
+            with click.Context(made) as ctx, pytest.raises(UsageError, match=r"this file, too|of the trial store"):
+                ctx.params = {output.name or "": (path := Path("one.json")), other: "./one.json"}
+                check_writable(path)
