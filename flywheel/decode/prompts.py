@@ -11,22 +11,23 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
 from flywheel.decode.caches import Caches
 from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import Call, cached_by, calls_of
 from flywheel.models.decoder import decode_step
 from flywheel.models.forward import (
+    PLAIN,
     RopeKey,
     as_heads,
-    compute_plain,
     frequencies_of,
     rope_key,
     rope_turns,
     rotate,
     run_calls,
 )
+from flywheel.models.graph import codes_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.tensors import all_finite
@@ -67,11 +68,12 @@ class Prefill:
         graph = decode_step(spec, 1, DType.BF16)  # of any context and type: it says what to compute
         kinds = [calls_of(graph, block, _JOINED) for block in graph.kinds]
         layers = [kinds[kind] for kind in graph.order]
-        self._embed = calls_of(graph, graph.prologue, _JOINED)
         self._layers = [*layers[:-1], cached_by(layers[-1])]
+        self._keys = [[_keys(call, layer) for call in calls] for layer, calls in enumerate(self._layers)]
         self._head_dim = spec.head_dim
         self._weights = weights
-        table = weights[model_weight_key(spec, "embed")]
+        self._coded = frozenset(key for keys in chain(*self._keys) for key in keys if codes_of(key) in weights)
+        self._table = table = weights[model_weight_key(spec, "embed")]
         self._dtype, self._device = table.dtype, table.device
         self._frequencies = {key: each.to(self._device) for key, each in frequencies_of(chain(*kinds)).items()}
         if table.is_cuda:
@@ -96,35 +98,43 @@ class Prefill:
         positions = torch.arange(start, start + len(tokens), device=tokens.device)
         turns = {key: rope_turns(positions, each) for key, each in self._frequencies.items()}
         chunk = _Chunk(caches, row, start, turns)
-        x = self._run(self._embed, 0, {"token_id": tokens}, chunk)["x_out"]
-        for layer, calls in enumerate(self._layers):
-            x = self._run(calls, layer, {"x": x}, chunk).get("x_out", x)
+        x = embedding(tokens, self._table)
+        for layer in range(len(self._layers)):
+            x = self._run(layer, x, chunk).get("x_out", x)
 
-    def _run(
-        self, calls: Sequence[Call], layer: int, values: dict[str, Tensor], chunk: _Chunk
-    ) -> dict[str, Tensor]:
-        return run_calls(calls, values, lambda place, inputs: self._compute(calls[place], layer, inputs, chunk))
+    def _run(self, layer: int, x: Tensor, chunk: _Chunk) -> dict[str, Tensor]:
+        """Run a layer on the residual stream x [S, hidden]."""
+        calls, keys, dtype = self._layers[layer], self._keys[layer], self._dtype
 
-    def _compute(self, call: Call, layer: int, inputs: Sequence[Tensor], chunk: _Chunk) -> Tensor | None:
-        weights = [self._weight(key.format(i=layer)) for (key,) in call.weights]
-        match call.kind:
-            case _K.GEMV_TILE:
-                return linear(inputs[0], *weights)
-            case _K.ROPE:
-                return rotate(torch.cat(tuple(inputs), -1), *chunk.turns[rope_key(call.params)]).to(self._dtype)
-            case _K.KV_APPEND:
-                keys, values = (as_heads(each, self._head_dim) for each in inputs)
-                chunk.caches.append(layer, chunk.row, chunk.start, keys, values)
-                return None
-            case _K.ATTENTION_TILE:
-                q = as_heads(inputs[0], self._head_dim)
-                return _attend(q, *chunk.caches.seen(layer, chunk.row, chunk.start + len(q)))
-            case _:
-                return compute_plain(call, inputs, weights)
+        def compute(place: int, inputs: Sequence[Tensor]) -> Tensor | None:
+            call, weights = calls[place], [self._weight(key) for key in keys[place]]
+            match call.kind:
+                case _K.GEMV_TILE:
+                    return linear(inputs[0], *weights)
+                case _K.ROPE:
+                    return rotate(torch.cat(tuple(inputs), -1), *chunk.turns[rope_key(call.params)]).to(dtype)
+                case _K.KV_APPEND:
+                    k, v = (as_heads(each, self._head_dim) for each in inputs)
+                    chunk.caches.append(layer, chunk.row, chunk.start, k, v)
+                    return None
+                case _K.ATTENTION_TILE:
+                    q = as_heads(inputs[0], self._head_dim)
+                    return _attend(q, *chunk.caches.seen(layer, chunk.row, chunk.start + len(q)))
+                case _:
+                    return PLAIN[call.kind](call, inputs, weights)
+
+        return run_calls(calls, {"x": x}, compute)
 
     def _weight(self, key: str) -> Tensor:
+        if key not in self._coded:
+            return self._weights[key]
         matrix = matrix_of(self._weights, key)
-        return self._weights[key] if matrix is None else matrix.to(self._dtype)
+        assert matrix is not None
+        return matrix.to(self._dtype)
+
+
+def _keys(call: Call, layer: int) -> list[str]:
+    return [key.format(i=layer) for (key,) in call.weights]
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import pi
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,26 +41,22 @@ def _read(values: Mapping[str, Tensor], columns: ColumnsOf) -> Tensor:
     return whole if own == columns.width else whole.narrow(-1, columns.start, own)
 
 
-def compute_plain(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The result of an operation that everyone computes alike: neither a product, nor a rotation, nor attention, nor an
-    append. Norms use float32 inside."""
-    first = inputs[0]
-    match call.kind:
-        case _K.EMBED:
-            return embedding(first, weights[0])
-        case _K.RMSNORM:
-            width, eps = call.params["hidden"], call.params["eps"]
-            if width == first.shape[-1]:
-                return rms_norm(first, (width,), weights[0], eps)
-            return rms_norm(as_heads(first, width), (width,), weights[0], eps).flatten(-2)
-        case _K.SILU_MUL:
-            return silu(first) * inputs[1]
-        case _K.ADD:
-            return inputs[1] + first
-        case _K.SAMPLE_ARGMAX:
-            return first.argmax(-1)
-        case _:
-            raise AssertionError(f"{call.names[0]}: {call.kind.name} has no torch function")
+def _norm(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    width, eps = call.params["hidden"], call.params["eps"]
+    if width == inputs[0].shape[-1]:
+        return rms_norm(inputs[0], (width,), weights[0], eps)
+    return rms_norm(as_heads(inputs[0], width), (width,), weights[0], eps).flatten(-2)
+
+
+PLAIN: Final[Mapping[InstructionKind, Callable[[Call, Sequence[Tensor], Sequence[Tensor]], Tensor]]] = {
+    _K.EMBED: lambda _, inputs, weights: embedding(inputs[0], weights[0]),
+    _K.RMSNORM: _norm,
+    _K.SILU_MUL: lambda _, inputs, __: silu(inputs[0]) * inputs[1],
+    _K.ADD: lambda _, inputs, __: inputs[1] + inputs[0],
+    _K.SAMPLE_ARGMAX: lambda _, inputs, __: inputs[0].argmax(-1),
+}
+"""What everyone computes alike, of a call, its inputs and its weights. Products, rotations, attention and appends are
+everyone's own. Norms use float32 inside."""
 
 
 def rope_key(params: Mapping[str, Any]) -> RopeKey:

@@ -26,7 +26,7 @@ from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import Call, calls_of
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import LayerCache
-from flywheel.models.forward import as_heads, compute_plain, frequencies_of, rope_key, rope_turns, rotate, run_calls
+from flywheel.models.forward import PLAIN, as_heads, frequencies_of, rope_key, rope_turns, rotate, run_calls
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
@@ -236,7 +236,7 @@ class TorchDecoder:
                     q = as_heads(inputs[0], self.spec.head_dim).to(keys.dtype)
                     return self._attend(q[:, :, None], keys, values).flatten(1)
                 case _:
-                    return compute_plain(call, inputs, tensors)
+                    return PLAIN[call.kind](call, inputs, tensors)
 
         return run_calls([each.call for each in block], values, compute)
 

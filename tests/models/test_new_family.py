@@ -14,7 +14,10 @@ from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, validate
 from flywheel.lowering.lower import lower
 from flywheel.models import families, hf
+from flywheel.models.blocks import attention_ops, mlp_ops
 from flywheel.models.decoder import decode_step
+from flywheel.models.family import Family
+from flywheel.models.graph import Op
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
@@ -97,6 +100,33 @@ def test_what_fuses_follows_from_who_reads_what(theirs: tuple[dict[str, object],
 def test_a_norm_of_all_heads_is_not_shared_by_gpus(theirs: tuple[dict[str, object], torch.nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"^olmo: q_norm is a norm of all heads, which several GPUs cannot share$"):
         shared_step(spec_of(theirs[0]), CONTEXT, DType.BF16, 1, ranks=2)
+
+
+def mixed_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
+    """Of six layers, four that turn by angles of their own, one by the usual ones, and one not at all."""
+    near, mlp = replace(spec, rope_theta=100.0), mlp_ops(spec)
+    turned, far = ((*attention_ops(each, context, lanes), *mlp) for each in (near, spec))
+    plain = (*attention_ops(spec, context, lanes, rope=False), *mlp)
+    return [turned, turned, far, turned, turned, plain]
+
+
+def test_layers_may_turn_by_different_angles_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {**families.FAMILIES, "mixed": Family("mixed", "MixedForCausalLM", mixed_layers)}
+    monkeypatch.setattr(families, "FAMILIES", own)
+    spec = DecoderSpec("mixed", "mixed", 64, 96, 6, 4, 2, 16, 80, 1e4, 1e-6, 128)
+    weights = random_weights(spec, 1, torch.float32)
+    workload = Workload("mixed", spec, FEW, "f32", CONTEXT)
+    space = make_space(workload)
+    program = lower(workload.graph, space.to_config(space.known_good()[0]), FEW)
+    assert workload.graph.order == (0, 0, 1, 0, 0, 2)
+    at_once, stepped = (ReferenceSession(program, spec, weights) for _ in range(2))
+    rival = TorchDecoder(spec, fuse(spec, weights), DType.F32, CONTEXT)
+    at_once.prefill(TOKENS[:-1])
+    for position, token in enumerate(TOKENS):
+        step, theirs = stepped.step(token, position), rival.step(token, position)
+    last = at_once.step(TOKENS[-1], len(TOKENS) - 1)
+    for logits in (last.logits, theirs.logits):
+        torch.testing.assert_close(logits, step.logits, atol=2e-4, rtol=0.0)
 
 
 def test_the_file_is_short() -> None:
