@@ -99,6 +99,15 @@ RESOLUTION: Final = 0.005
 schedules of a search, the median error is 0.5 to 1.8 % in bf16. Source: results/calibration.txt."""
 
 
+def difference(us: float, base_us: float) -> str:
+    """The difference of a prediction to `base_us`, another one, as text with no more digits than predictions have:
+    `+320`; `about 0` where it says nothing."""
+    if abs(us) < RESOLUTION * base_us:
+        return "about 0"
+    place = _place(base_us)
+    return f"{round(us, place):+,.{max(place, 0)}f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Band:
     """A measured time is expected within `low` and `high` times the predicted one. `why` says what that rests on.

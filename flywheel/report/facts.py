@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flywheel.cost_model import MODEL_VERSION, Prediction, TaskSpan, predict, timeline
-from flywheel.errors import FlywheelError
-from flywheel.ir import MegakernelProgram, config_from_dict
+from flywheel.cost_model import MODEL_VERSION, STOCK, Prediction, TaskSpan, predict, timeline
+from flywheel.errors import ConfigError, FlywheelError
+from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, tied_with, trials_of
+from flywheel.measure.standing import best_of, row_name, tied_with, trials_of
 from flywheel.plan import is_another, program_id
 from flywheel.search.gains import Gains, gained
-from flywheel.search.knobs import Choice
+from flywheel.search.knobs import Choice, Value
 from flywheel.search.knowledge.known import Known, best_known
+from flywheel.search.sampling.foresight import predict_config
 from flywheel.search.space import Dimension, Space, make_space
 from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
@@ -27,13 +28,15 @@ class Knobs:
     """What a campaign searched: its dimensions and each trial's choice.
 
     `choices` are in the order of trials, and `best` is the best row's choice; a choice is None outside the search
-    space. `first` is what a search tries first.
+    space. `first` is what a search tries first. `beside` holds predicted latencies in us of the best choice with one
+    knob set to another value, by knob and value; None unless the best is a prediction that this version can make again.
     """
 
     dimensions: tuple[Dimension, ...]
     choices: tuple[Choice | None, ...]
     best: Choice | None
     first: Choice
+    beside: Mapping[tuple[str, Value], float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +91,11 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord], store: Store | No
         known = None if best is not None and not best.is_predicted else best_known(workload, store)
         space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
         knobs, gains = _knobs(space, trials, best), gained(space, records)
-        schedule = None if best is None else _schedule(workload, best)
     except FlywheelError as error:
         missing = str(error)
-    if missing is None and schedule is None:
-        missing = (
-            "no trial has a latency"
-            if best is None
-            else f"trial {best.trial}: this version lowers its config to another program"
-        )
+    else:
+        schedule, missing = (None, None) if best is None else _schedule(workload, best, records)
+    missing = "no trial has a latency" if missing is None and schedule is None else missing
     tied = tuple(tied_with(best, records))
     return Facts(campaign, tuple(records), trials, best, tied, knobs, schedule, missing, gains, known)
 
@@ -104,15 +103,36 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord], store: Store | No
 def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None) -> Knobs:
     choices = tuple(_choice(space, record) for record in trials)
     chosen = None if best is None else _choice(space, best)
-    return Knobs(space.dimensions, choices, chosen, space.known_good()[0])
+    beside = None if best is None or chosen is None or best.predictor != MODEL_VERSION or not best.is_predicted else (
+        _beside(space, chosen, config_from_dict(json.loads(best.config)))
+    )
+    return Knobs(space.dimensions, choices, chosen, space.known_good()[0], beside)
+
+
+def _beside(space: Space, chosen: Choice, config: ScheduleConfig) -> dict[tuple[str, Value], float]:
+    """Predicted latencies of `config`, which `chosen` stands for, with one knob changed."""
+    found: dict[tuple[str, Value], float] = {}
+    for dimension in space.dimensions:
+        for value in dimension.values:
+            if value != chosen[dimension.name]:
+                changed = space.to_config({**chosen, dimension.name: value}, config)
+                us = predict_config(changed, space.workload, STOCK)
+                found |= {} if us is None else {(dimension.name, value): us}
+    return found
 
 
 def _choice(space: Space, record: TrialRecord) -> Choice | None:
     return space.to_choice(config_from_dict(json.loads(record.config)))
 
 
-def _schedule(workload: Workload, best: TrialRecord) -> TimedSchedule | None:
-    program = lower(workload.graph, config_from_dict(json.loads(best.config)), workload.target)
+def _schedule(
+    workload: Workload, best: TrialRecord, records: Sequence[TrialRecord]
+) -> tuple[TimedSchedule | None, str | None]:
+    """The best row's schedule, or why this version does not have it."""
+    try:
+        program = lower(workload.graph, config_from_dict(json.loads(best.config)), workload.target)
+    except ConfigError as error:
+        return None, f"this version does not run the best schedule, {row_name(best, records)}: {error}"
     if is_another(best.program_id, program_id(program)):
-        return None
-    return TimedSchedule(program, tuple(timeline(program)), predict(program), MODEL_VERSION)
+        return None, f"{row_name(best, records)}: this version lowers its config to another program"
+    return TimedSchedule(program, tuple(timeline(program)), predict(program), MODEL_VERSION), None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from flywheel.measure.latency import rounded
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import incumbents, trials_of
 from flywheel.report.svg import PlotAxis, dots, element, label, picture, polyline, short, tip
@@ -29,7 +30,8 @@ Points = list[tuple[int, float]]
 class HistoryView:
     """The content of a history: (trial, us) of each kind and of the schedules that were known before (`seeds`), the
     rows of the finals, the trials that have no latency (`failed`), and the trials above `limit_us`. The floor is None
-    where it is unknown or far below."""
+    where it is unknown or far below, and `answer_us`, a measured latency that these rows only predict, where there is
+    none or it is far above."""
 
     measured: Points
     predicted: Points
@@ -38,6 +40,13 @@ class HistoryView:
     failed: list[int]
     floor_us: float | None
     limit_us: float
+    answer_us: float | None
+    per: str
+
+    @property
+    def limit_in_words(self) -> str:
+        """`limit_us`, with no more digits than the edge of a picture needs."""
+        return rounded(self.limit_us)
 
     @property
     def above(self) -> Points:
@@ -45,8 +54,9 @@ class HistoryView:
         return [point for point in (*self.measured, *self.predicted) if point[1] > self.limit_us]
 
 
-def shown(records: Sequence[TrialRecord]) -> HistoryView | None:
-    """The content of these rows' history; None where no row has a latency."""
+def shown(records: Sequence[TrialRecord], answer_us: float | None = None) -> HistoryView | None:
+    """The content of these rows' history; None where no row has a latency. `answer_us` is the measured latency of the
+    schedule that answers a search which only predicted."""
     trials = trials_of(records)
     measured = [(r.trial, r.latency_us) for r in trials if r.latency_us is not None]
     predicted = [(r.trial, r.predicted_us) for r in trials if r.predicted_us is not None]
@@ -60,22 +70,25 @@ def shown(records: Sequence[TrialRecord]) -> HistoryView | None:
     floors = [record.floor_us for record in records if record.floor_us is not None]
     floor_us = min(floors, default=0.0)
     drawn = floor_us if floor_us >= _LEAST_TIMES * min(best) else None
-    return HistoryView(measured, predicted, seeds, finals, failed, drawn, MOST_TIMES * max(best))
+    limit_us, per = MOST_TIMES * max(best), "token" if records[0].batch == 1 else "step"
+    answer = answer_us if answer_us is not None and _LEAST_TIMES * min(best) <= answer_us <= limit_us else None
+    return HistoryView(measured, predicted, seeds, finals, failed, drawn, limit_us, answer, per)
 
 
-def history(records: Sequence[TrialRecord]) -> str | None:
-    """A picture of the latencies of trials and finals, the best so far, and the weight floor; None where no row has a
-    latency."""
-    what = shown(records)
+def history(records: Sequence[TrialRecord], answer_us: float | None = None) -> str | None:
+    """A picture of the latencies of trials and finals, the best so far, the weight floor, and the answer as in `shown`;
+    None where no row has a latency."""
+    what = shown(records, answer_us)
     if what is None:
         return None
     ends = [us for r in what.finals for us in (r.p10_us, r.p90_us) if us is not None]
     values = [*(us for _, us in (*what.measured, *what.predicted)), *ends]
+    values += [] if what.answer_us is None else [what.answer_us]
     lowest = min(values if what.floor_us is None else [what.floor_us, *values])
     highest = min(max(values), what.limit_us)
     across = PlotAxis(-0.5, max(record.trial for record in records) + 0.5, _LEFT, _RIGHT)
     up = PlotAxis(lowest * 0.985, max(highest, lowest * 1.01) * 1.02, _BOTTOM, _TOP, log=True)
-    parts = [*_frame(across, up), *_floor(what, up), *_failures(what, across), *_above(what, across)]
+    parts = [*_frame(across, up, what.per), *_levels(what, up), *_failures(what, across), *_above(what, across)]
     for kind, points in (("measured", what.measured), ("predicted", what.predicted)):
         places = [(across(trial), up(us)) for trial, us in points if us <= what.limit_us]
         if places:
@@ -91,7 +104,7 @@ def history(records: Sequence[TrialRecord]) -> str | None:
     return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(what, marked)])
 
 
-def _frame(across: PlotAxis, up: PlotAxis) -> list[str]:
+def _frame(across: PlotAxis, up: PlotAxis, per: str) -> list[str]:
     parts = [element("path", d=f"M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}", class_="axis")]
     for value in up.ticks(7):
         y = up(value)
@@ -106,15 +119,19 @@ def _frame(across: PlotAxis, up: PlotAxis) -> list[str]:
     return [
         *parts,
         label((_LEFT + _RIGHT) / 2, _BOTTOM + 38, "trial", "middle faint"),
-        label(14, (_TOP + _BOTTOM) / 2, "us a token, log scale", "middle faint", transform=turn),
+        label(14, (_TOP + _BOTTOM) / 2, f"us a {per}, log scale", "middle faint", transform=turn),
     ]
 
 
-def _floor(what: HistoryView, up: PlotAxis) -> list[str]:
-    if what.floor_us is None:
-        return []
-    line = polyline([(_LEFT, up(what.floor_us)), (_RIGHT, up(what.floor_us))])
-    return [element("path", d=line, stroke="currentColor", stroke_dasharray="6 4", fill="none", class_="floor")]
+def _levels(what: HistoryView, up: PlotAxis) -> list[str]:
+    """The floor and the answer, as level lines."""
+    levels = (("floor", what.floor_us, "6 4"), ("measured answer", what.answer_us, "2 4"))
+    return [
+        element("path", d=polyline([(_LEFT, up(us)), (_RIGHT, up(us))]), stroke="currentColor", stroke_width=1.5,
+                stroke_dasharray=dashes, fill="none", class_=kind)
+        for kind, us, dashes in levels
+        if us is not None
+    ]  # fmt: skip
 
 
 def _failures(what: HistoryView, across: PlotAxis) -> list[str]:
@@ -204,8 +221,9 @@ def _legend(what: HistoryView, marked: Mapping[str, int]) -> list[str]:
     told += [("failed", f"no latency: {_trials(what.failed)}")] if what.failed else []
     if what.above:
         worst = max(us for _, us in what.above)
-        told.append(("above", f"above {what.limit_us:,.0f} us: {len(what.above):,}, up to {worst:,.0f} us"))
+        told.append(("above", f"above {what.limit_in_words} us: {len(what.above):,}, up to {rounded(worst)} us"))
     told += [("floor", f"weight floor, {what.floor_us:,.1f} us")] if what.floor_us is not None else []
+    told += [("answer", f"the answer, measured: {what.answer_us:,.1f} us")] if what.answer_us is not None else []
     parts, x, line = [], _LEFT, 0
     for kind, text in told:
         width = 40 + 6.6 * len(text)
@@ -230,6 +248,9 @@ def _sign(kind: str, x: float, y: float) -> str:
         case "floor":
             dashes = f"M{x - 9:.2f} {y:.2f}h17"
             return element("path", d=dashes, stroke="currentColor", stroke_dasharray="5 3", class_=kind)
+        case "answer":
+            d = f"M{x - 9:.2f} {y:.2f}h17"
+            return element("path", d=d, stroke="currentColor", stroke_dasharray="2 4", class_="measured")
         case "failed":
             return element("path", d=f"M{x:.2f} {y - 4:.2f}v8", stroke="currentColor", stroke_width=1.5, class_=kind)
         case "above":

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from flywheel.ir.show import markup as words
+from flywheel.measure.latency import RESOLUTION, difference
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import compared
-from flywheel.report.changes import Change, by_weight, told
+from flywheel.report.changes import Change, by_cost, costliest
 from flywheel.report.facts import Knobs
 from flywheel.report.history import MOST_TIMES, WIDTH
 from flywheel.report.svg import PlotAxis, element, label, picture, polyline, short, tip
@@ -22,37 +23,42 @@ RAMP: Final = ("f1", "f2", "f3", "f4", "f5")
 """Classes of lines, from the slowest fifth of the trials to the fastest."""
 
 _TOP, _BOTTOM, _LEFT = 96.0, 400.0, 40.0
+_NARROW, _ROW = 400.0, 32.0
+"""Width of the picture of costs, so that a phone shows all of it, and height of a bar with its words."""
 _CHARACTER: Final = 6.0
 """Width of a small character, rounded up."""
 
 
-def costs(found: Sequence[Change]) -> str | None:
-    """A picture with a bar for each knob: the most that another of its tried values costs, the most costly knob first;
-    None without such a value."""
-    most: dict[str, Change] = {}
-    for change in found:
-        if change.knob not in most or change.least_us > most[change.knob].least_us:
-            most[change.knob] = change
-    ordered = sorted(most.values(), key=lambda change: -change.least_us)
-    longest = max((change.least_us for change in ordered), default=0.0)
-    if longest <= 0.0:
+def costs(found: Sequence[Change], best: TrialRecord) -> str | None:
+    """A picture with a bar for each knob: the most that another value of it costs where nothing else changes, the most
+    costly knob first; None where none costs anything."""
+    least = RESOLUTION * (best.objective_us or 0.0) if best.is_predicted else 0.0
+    most = [(change, us) for change in costliest(found).values() if (us := change.alone_us or 0.0) > least]
+    if not most:
         return None
     parts = []
-    for row, change in enumerate(ordered):
-        y, length = 20.0 + row * 22, max(change.least_us, 0.0) / longest * 560
-        said = f"{change.least_us:+,.1f} us with {change.value} instead of {change.best}"
+    for row, (change, us) in enumerate(most):
+        y, length = 8.0 + row * _ROW, us / most[0][1] * (_NARROW - 8)
+        knob, said = change.knob, f"{cost(us, best)} us with {change.value} instead of {change.best}"
         parts += [
-            label(128, y + 4, change.knob, "end"),
-            element("rect", tip(f"{change.knob}: {said}"), x=136, y=y - 7, width=length, height=14,
-                    fill="currentColor", class_="bar"),
-            label(142 + length, y + 4, said, "faint"),
+            label(4, y + 10, knob),
+            label(_NARROW - 4, y + 10, said, "end faint"),
+            element("rect", tip(f"{knob}: {said}"), x=4, y=y + 15, width=length, height=9, fill="currentColor",
+                    class_="bar"),
         ]  # fmt: skip
-    return picture(WIDTH, 16.0 + 22 * len(ordered), "What a knob can cost", parts)
+    return picture(_NARROW, 12.0 + _ROW * len(most), "What a knob can cost", parts)
 
 
-def weighty(knobs: Knobs, trials: Sequence[TrialRecord]) -> tuple[list[Dimension], list[Dimension]]:
-    """The knobs that mattered most, ordered by weight, and the other knobs."""
-    ordered = by_weight(knobs, told(knobs, trials))
+def cost(us: float | None, best: TrialRecord) -> str:
+    """A difference in us to the best latency, with no more digits than it has; empty without one."""
+    if us is None:
+        return ""
+    return difference(us, best.objective_us or 0.0) if best.is_predicted else f"{us:+,.1f}"
+
+
+def weighty(knobs: Knobs, found: Sequence[Change]) -> tuple[list[Dimension], list[Dimension]]:
+    """The knobs that can cost most, the most costly first, and the other knobs."""
+    ordered = by_cost(knobs, found)
     return ordered[:MOST_AXES], ordered[MOST_AXES:]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,20 +9,23 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from rows import timed
+from rows import config_id_of, timed
 
-from flywheel.cost_model import timeline
-from flywheel.ir import config_from_dict
+from flywheel.cost_model import MODEL_VERSION, predict, timeline
+from flywheel.ir import config_from_dict, config_to_dict
 from flywheel.ir.files import parse_json
 from flywheel.lowering.lower import lower
+from flywheel.measure.latency import RESOLUTION, difference
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
-from flywheel.report.changes import Change, _range, by_weight, changes, told
+from flywheel.report.changes import Change, changes, costliest
 from flywheel.report.facts import Facts, gather
 from flywheel.report.history import MOST_TIMES, history
 from flywheel.report.knobs import MOST_AXES, costs, weighty
 from flywheel.report.layer import shares
 from flywheel.report.page import page, pictures
+from flywheel.search.knowledge.known import Known
+from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
 from flywheel.store.campaign import Campaign
 
@@ -196,7 +200,7 @@ def test_one_slow_trial_does_not_flatten_the_others(make_records: Records, make_
     assert max(int(tick.replace(",", "")) for tick in scales[1]) <= MOST_TIMES * 2000.0
     assert len(scales[1]) >= 3
     assert "above 2,200 us: 3, up to 150,000 us" in drawing
-    assert "above 2,200 us: 2, up to 2,259 us" in before
+    assert "above 2,200 us: 2, up to 2,260 us" in before
     said = page(gather(make_campaign(), [*usual, slow]), None, "x")
     assert "3 trials above 2,200 us, 1.1 times the best, are triangles at the upper edge" in said
     assert "log scale" in said
@@ -221,19 +225,16 @@ def test_pictures_and_page_have_a_dark_side(facts: Facts) -> None:
     assert not re.search(r"(fill|stroke)=.#(fff|1d2733)", drawn)
 
 
-def test_a_dozen_knobs_that_mattered_most_are_drawn_and_the_others_on_demand(facts: Facts) -> None:
+def test_a_dozen_knobs_that_can_cost_most_are_drawn_and_the_others_on_demand(facts: Facts) -> None:
     assert facts.knobs is not None
-    most, rest = weighty(facts.knobs, facts.trials)
+    found = changes(facts.knobs, facts.trials, facts.best)
+    most, rest = weighty(facts.knobs, found)
     assert len(most) == MOST_AXES
-    known = told(facts.knobs, facts.trials)
-    ordered = [_range(axis, known) for axis in [*most, *rest]]
-    assert ordered == sorted(ordered, reverse=True)
-    assert ordered[0] > 0.0
+    searched = {axis.name for axis in facts.knobs.dimensions if len(axis.values) > 1}
+    assert {axis.name for axis in [*most, *rest]} == searched
+    assert [axis.name for axis in most[:2]] == list(costliest(found)) == ["depth", "chunk"]
     text = page(facts, None, "x")
-    assert text.index("The 12 knobs that mattered most") < text.index("<summary>the other knobs</summary>")
-    few = gather(facts.campaign, facts.records[:8]).knobs
-    assert few is not None
-    assert {axis.name for axis in by_weight(few, told(few, facts.trials[:8]))[:2]} == {"depth", "chunk"}
+    assert text.index("The 12 knobs that can cost most") < text.index("<summary>the other knobs</summary>")
 
 
 def test_a_change_costs_what_its_trial_took_beside_the_best(facts: Facts) -> None:
@@ -356,16 +357,92 @@ def test_a_campaign_without_latencies_is_a_page(count: int, make_records: Record
     assert "No trial has a latency." in text
 
 
-def test_a_knob_costs_what_its_worst_tried_value_costs_and_the_table_agrees(facts: Facts) -> None:
-    assert facts.knobs is not None
+BARS = r"<title>([\w.]+): \+([\d,.]+) us with (\w+) instead of \w+</title>"
+
+
+def test_a_knob_costs_what_its_worst_value_costs_where_nothing_else_changes(facts: Facts) -> None:
     assert facts.best is not None
-    found = changes(facts.knobs, facts.trials, facts.best)
-    drawing = costs(found)
-    assert drawing is not None
-    bars = re.findall(r"\+([\d,.]+) us with (\w+) instead of \w+</title>", drawing)
-    assert [float(us) for us, _ in bars] == sorted((float(us) for us, _ in bars), reverse=True)
-    assert bars[0] == (f"{6 * 37.0:,.1f}", "8")
-    assert costs([]) is None
+    bad: Any = {"predicted_us": 90_000.0, "trial": 40, "floor_us": None, "floor_fraction": None}
+    space = make_space(make_workload("smollm2-135m", "l4", "bf16", 512))
+    config = space.to_config({**space.known_good()[0], "depth": 3, "chunk": 8192, "threads": 192})  # all of it slow
+    slow = replace(
+        facts.records[0], config=json.dumps(config_to_dict(config)), config_id=config.config_id, **bad
+    )  # fmt: skip
+    spoilt = gather(facts.campaign, [*facts.records, slow])
+    drawing = pictures(spoilt)["costs.svg"]
+    assert re.findall(BARS, drawing) == [("depth", "220", "8"), ("chunk", "40", "8192")]
+    said = page(spoilt, None, "x")
+    assert "Not known, since no trial changed them alone: rows.qkv, " in said
+    assert costs([], facts.best) is None
+
+
+@pytest.fixture(scope="module")
+def foretold(make_records: Records, make_campaign: Campaigns) -> Facts:
+    """A campaign of one trial, which this version predicts as its row does."""
+    (record,) = make_records(1, predictor=MODEL_VERSION)
+    workload = make_workload("smollm2-135m", "l4", "bf16", 512)
+    program = lower(workload.graph, config_from_dict(parse_json(record.config)), workload.target)
+    bare = {"floor_us": None, "floor_fraction": None}
+    return gather(make_campaign(), [replace(record, predicted_us=predict(program).latency_us, **bare)])
+
+
+def test_what_a_knob_costs_a_predicted_best_is_predicted_and_not_guessed_from_trials(foretold: Facts) -> None:
+    knobs, best = foretold.knobs, foretold.best
+    assert knobs is not None and knobs.best is not None and best is not None and best.objective_us is not None
+    workload = make_workload("smollm2-135m", "l4", "bf16", 512)
+    space, alone = make_space(workload), {}
+    for axis in knobs.dimensions:
+        for value in axis.values:
+            if value != knobs.best[axis.name]:
+                program = lower(workload.graph, space.to_config({**knobs.best, axis.name: value}), workload.target)
+                alone[axis.name, value] = predict(program).latency_us - best.objective_us
+    found = changes(knobs, foretold.trials, best)
+    assert {(each.knob, each.value): each.alone_us for each in found} == pytest.approx(alone)
+    worst = {knob: max(us for (name, _), us in alone.items() if name == knob) for knob, _ in alone}
+    bars = re.findall(BARS, pictures(foretold)["costs.svg"])
+    assert [knob for knob, _, _ in bars] == sorted(
+        (knob for knob, us in worst.items() if us > RESOLUTION * best.objective_us), key=lambda knob: -worst[knob]
+    )
+    assert bars[0][1] == difference(worst[bars[0][0]], best.objective_us).removeprefix("+")
+    assert "about 0" in page(foretold, None, "x")
+
+
+def test_the_words_of_a_bar_are_above_it_and_fit_a_phone(foretold: Facts) -> None:
+    root = ElementTree.fromstring(pictures(foretold)["costs.svg"])
+    assert float(root.get("width") or "") <= 400
+    assert max(float(each.get("width") or "") for each in root.iter() if each.get("class") == "bar") < 400
+    assert '<div class="narrow"><svg' in page(foretold, None, "x")
+
+
+def test_a_best_that_this_version_refuses_says_so_wherever_it_would_be_shown(
+    make_records: Records, make_campaign: Campaigns
+) -> None:
+    record = make_records(1)[0]
+    document = parse_json(record.config)
+    document["tiling"]["stream"]["pause_cycles"] = 3000
+    text = json.dumps(document)
+    facts = gather(make_campaign(), [replace(record, config=text, config_id=config_id_of(text))])
+    said = page(facts, None, "x")
+    assert said.count("the best schedule sets what this version&#x27;s search does not change") == 2
+    assert "Not shown: this version does not run the best schedule, trial 0: tiling.stream.pause_cycles" in said
+    assert "orange" not in said and "Too few trials" not in said
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_measured_answer_leads_the_page_and_is_a_line_of_its_history(
+    batch: int, make_records: Records, make_campaign: Campaigns
+) -> None:
+    facts = gather(make_campaign(batch=batch), make_records(3, batch=batch))
+    known = Known(config_from_dict(parse_json(facts.records[0].config)), 2050.0, facts.records[0])
+    text = page(replace(facts, known=known), None, "x")
+    step = "token" if batch == 1 else "step"
+    assert f"<b>2,050.0 us a {step}</b>the answer, measured" in text
+    assert f"<b>{batch * 1e6 / 2050:,.0f}</b>tokens a second" in text
+    assert "<b>73.2%</b>of the floor" in text  # of 1,500 us
+    assert "the answer, measured: 2,050.0 us<" in text and 'class="measured answer"' in text
+    assert f">us a {step}, log scale<" in text
+    assert "is predicted to take 2,000 us" in text and "best, predicted" not in text
+    assert "the answer" not in page(facts, None, "x")
 
 
 def test_what_was_known_before_and_the_spread_of_finals_are_drawn(make_records: Records) -> None:
