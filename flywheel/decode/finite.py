@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from flywheel.decode.memory import within_memory
 from flywheel.errors import GpuMemoryError
-from flywheel.ir import DType
+from flywheel.ir import DType, InstructionKind
+from flywheel.models.decoder import decode_step
 from flywheel.models.eager import OracleWeights
 from flywheel.models.forced import LayerByLayer, Past, run_forced
 from flywheel.models.spec import DecoderSpec
@@ -25,14 +25,6 @@ _CHUNK: Final = 128
 
 _LIMIT_S: Final = 20.0
 """Time after which no further chunk is begun: other sequences wait, and a server watches its decoding process."""
-
-_WEIGHTS: Final = MappingProxyType(
-    {
-        "q": "q_proj", "k": "k_proj", "v": "v_proj", "attn_out": "o_proj", "gate": "gate_proj", "up": "up_proj",
-        "mlp_out": "down_proj", "logits": "lm_head",
-    }
-)  # fmt: skip
-"""A tensor of the step -> the weight that a product makes it of."""
 
 
 def explain_text(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
@@ -89,7 +81,7 @@ class _Watching(LayerByLayer):
         if self.found is None:
             bad = first_not_finite(rounded)
             if bad is not None:
-                self.found = _place(name, self.start + bad[0][1], bad[1], self.own.dtype)
+                self.found = _place(self.own, name, self.start + bad[0][1], bad[1])
         if name.endswith("_cache"):
             new = rounded[0].to(self.own.dtype).view(rounded.shape[1], parts, -1).transpose(0, 1)
             self.rows[name] = torch.cat((self.rows[name], new), 1) if name in self.rows else new
@@ -100,8 +92,9 @@ class _Watching(LayerByLayer):
         return Past(keys, values, torch.ones(q.shape[1], device=q.device))
 
 
-def _place(name: str, position: int, value: float, dtype: torch.dtype) -> str:
+def _place(own: OracleWeights, name: str, position: int, value: float) -> str:
     layer, dot, tensor = name.rpartition(".")
-    weight = f" ({_WEIGHTS[tensor]})" if tensor in _WEIGHTS else ""
+    ops = [op for block in decode_step(own.spec, 1).blocks for op in block.ops if op.output == tensor]
+    weight = f" ({ops[0].name})" if ops and ops[0].kind is InstructionKind.GEMV_TILE else ""
     where = f"layer {layer[1:]}, {tensor}" if dot else tensor
-    return f"{where}{weight}: {value} in {str(dtype).removeprefix('torch.')}, at position {position}"
+    return f"{where}{weight}: {value} in {str(own.dtype).removeprefix('torch.')}, at position {position}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flywheel.errors import TensorError
-from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.lanes import lanes_of
 from flywheel.models.decoder import DTYPES, MAX_BATCH, cache_names, decode_step
 from flywheel.models.spec import DecoderSpec
@@ -304,11 +304,12 @@ def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interfac
             named.setdefault(buffer.name, []).append(buffer)
     buffers: dict[str, tuple[str, ...]] = {}
     for prefix, block in graph.named_blocks:
+        attended = {op.output for op in block.ops if op.kind is InstructionKind.ATTENTION_TILE}
         for name, tensor in block.tensors.items():
             if tensor.kind in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT):
                 if _is(named.get(prefix + name, ()), tensor.dtype, tensor.shape):
                     buffers[prefix + name] = (prefix + name,)
-                elif name == "attn":
+                elif name in attended:
                     shape = (interface.rows, spec.n_heads * (spec.head_dim + _PARTIAL_EXTRA))
                     parts = tuple(_last_partials(prefix, named, shape))
                     if parts:

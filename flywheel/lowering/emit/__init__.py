@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.ir import InstructionKind
-from flywheel.lowering.emit.attention import emit_attention, emit_combine, merge_limit, partial_names
+from flywheel.lowering.emit.attention import emit_attention, emit_combine, merge_limit
 from flywheel.lowering.emit.exchange import emit_exchange
 from flywheel.lowering.emit.pointwise import emit_single
 from flywheel.lowering.emit.projection import emit_projection
@@ -33,6 +33,6 @@ def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
             sets += emit_attention(scope, group)
         if InstructionKind.ATTENTION_TILE in kinds:
             limit = 1 if merging is None else merge_limit(scope, merging)
-            merged, left = emit_combine(scope, partial_names(scope, group), limit)
+            merged, left = emit_combine(scope, group, limit)
             sets += merged
     return sets

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
 from flywheel.ir.recipe import FINAL, Arg, Output, Recipe, RecipeBuilder
-from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope, TileSet, one_tile
+from flywheel.lowering.emit.scope import PARTIAL, PARTIAL_EXTRA, Scope, TileSet, one_tile
 from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.models.graph import Op, quantised_names
 
 _K = InstructionKind
 
-_NEW: Final = "partial.new"
+_NEW: Final = f"{PARTIAL}new"
 """The partial of the row that the launch appends."""
 
 
@@ -45,7 +45,7 @@ def _appends(ops: Mapping[str, Op]) -> list[Op]:
     return [ops[name] for name in _attention(ops).inputs[1:]]
 
 
-def partial_names(scope: Scope, group: Group) -> list[str]:
+def _partial_names(scope: Scope, group: Group) -> list[str]:
     """Names of the partials that a group's attention writes: none where one block covers the context.
 
     A group with appends has one partial for each block's past rows, and one for the new row.
@@ -58,15 +58,17 @@ def partial_names(scope: Scope, group: Group) -> list[str]:
     return [_block_name(block) for block in range(blocks)]
 
 
-def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[TileSet], list[str]]:
-    """A tree of merges, and the partials that it leaves: at most `limit`, or with limit 1 `attn` alone."""
+def emit_combine(scope: Scope, group: Group, limit: int) -> tuple[list[TileSet], list[str]]:
+    """A tree of merges of what a group's attention writes, and the partials that it leaves: at most `limit`, or with
+    limit 1 the attention's result alone."""
     sets: list[TileSet] = []
-    names, level = list(parts), 0
+    names, level = _partial_names(scope, group), 0
+    (whole,) = (op.output for op in group.ops if op.kind is _K.ATTENTION_TILE)
     while len(names) > limit:
         merges = max(-(-len(names) // ABI_MAX_INPUTS), min(limit, 2))
         chunks = [names[len(names) * i // merges : len(names) * (i + 1) // merges] for i in range(merges)]
         last = merges == 1
-        names = ["attn"] if last else [f"partial.l{level}.{index}" for index in range(merges)]
+        names = [whole] if last else [f"{PARTIAL}l{level}.{index}" for index in range(merges)]
         for chunk, output in zip(chunks, names, strict=True):
             sets += [_emit_merge(scope, chunk, output, f"{COMBINE}.l{level}", head) for head in _heads(scope)]
         level += 1
@@ -88,9 +90,10 @@ def _heads(scope: Scope) -> range:
 def _emit_merge(scope: Scope, parts: Sequence[str], output: str, stage: str, head: int) -> TileSet:
     graph = scope.graph
     row = graph.group * (graph.head_dim + PARTIAL_EXTRA)
-    width = graph.group * graph.head_dim if output == "attn" else row
+    partial = output.startswith(PARTIAL)
+    width = row if partial else graph.group * graph.head_dim
     flops = 4 * row * len(parts)
-    signal = COMBINE if output == "attn" else output
+    signal = output if partial else COMBINE
     if len(graph.streams) == 1:
         return TileSet(COMBINE, stage, _K.ATTENTION_COMBINE, tuple(parts), (output,), signal,
                        one_tile(scope.heads(), 0, flops))  # fmt: skip
@@ -182,7 +185,7 @@ def _lane_window(scope: Scope, window: dict[str, int], own: Mapping[str, int]) -
 
 
 def _block_name(block: int) -> str:
-    return f"partial.b{block}"
+    return f"{PARTIAL}b{block}"
 
 
 def _past_blocks(scope: Scope) -> list[tuple[int, int]]:

@@ -37,6 +37,9 @@ def one_tile(params: Mapping[str, Any], est_bytes: int, est_flops: int) -> Tiles
     return Tiles((Stretch(params, est_bytes, est_flops, 1),))
 
 
+PARTIAL: Final = "partial."
+"""How the names of attention's partials begin."""
+
 PARTIAL_EXTRA: Final = 2
 """Columns of a partial after each head's output: row maximum and sum of exponentials."""
 
@@ -61,7 +64,7 @@ class Scope:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of a name. Partials, which come from tiling, have names but no entry in the graph."""
-        if name.startswith("partial."):
+        if name.startswith(PARTIAL):
             width = self.graph.n_heads * (self.graph.head_dim + PARTIAL_EXTRA)
             return Tensor(name, BufferKind.ACTIVATION, DType.F32, (self.graph.batch, width))
         return self.tensors[name]
