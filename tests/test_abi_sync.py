@@ -23,7 +23,7 @@ CODES: dict[str, type[IntEnum]] = {
     "AMK_MEMSPACE_": ir.MemSpace,
     "FW_EPILOGUE_": step.Epilogue,
     "FW_CODE_": formats.Code,
-    "FW_SCALES_": formats.Scales,
+    "FW_SCALES_": formats.ScalePlacement,
     "FW_LAYOUT_": abi.Layout,
     "FW_STAMP_": abi.Stamp,
     "FW_TIE_": abi.Tie,

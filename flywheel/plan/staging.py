@@ -11,7 +11,7 @@ from flywheel.ir import Buffer, DType, InstructionKind, Task
 from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.recipe import Input, Recipe, RecipeStep, Scratch, Target
 from flywheel.ir.runs import Use
-from flywheel.plan.formats import UNIT_K, Coding, coding_of
+from flywheel.plan.formats import UNIT_K, Coding, coding_of, in_order
 
 MIN_STAGED_BYTES: Final = 16 * 1024
 """Least size of the staging area, which also holds the values between a task's steps."""
@@ -138,7 +138,7 @@ def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> froze
 
 def codings_of(operands: Collection[StagedOperand]) -> tuple[Coding, ...]:
     """The formats of the quantised matrices that multiply these operands."""
-    return tuple(sorted({operand.coding for operand in operands if operand.coding is not None}))
+    return in_order({operand.coding for operand in operands if operand.coding is not None})
 
 
 def staged_bytes(operands: Collection[StagedOperand]) -> int:

@@ -14,7 +14,7 @@ from flywheel.ir import DType, ScheduleConfig
 from flywheel.lowering.tiling import even_rows
 from flywheel.models.graph import Tensor
 from flywheel.plan import KernelVariant, kernel_variant
-from flywheel.plan.formats import Coding, coding_of
+from flywheel.plan.formats import Coding, coding_of, in_order
 from flywheel.plan.staging import operand_bytes
 from flywheel.plan.variant import WARP
 from flywheel.search.workload import Workload
@@ -155,7 +155,7 @@ def _codings(workload: Workload) -> tuple[Coding, ...]:
             if tensor.format is not None:
                 with suppress(InvalidProgramError):
                     found.add(_coding(workload, tensor))
-    return tuple(sorted(found))
+    return in_order(found)
 
 
 def _depths(workload: Workload) -> list[int]:

@@ -1,5 +1,5 @@
-"""The C side of the device ABI: `cuda/abi.h`, `cuda/opcodes.cuh` and `cuda/dispatch.cuh`, written from the tables of
-the IR and abi.py.
+"""The C side of the device ABI: `cuda/abi.h`, `cuda/opcodes.cuh`, `cuda/formats.cuh` and `cuda/dispatch.cuh`, written
+from the tables of the IR, of the plan and abi.py.
 
 `python -m flywheel.vm.abi_codegen` writes the files; with `--check` it changes nothing, and fails with one line where
 a file is not what would be written.
@@ -31,7 +31,7 @@ from flywheel.ir import (
 )
 from flywheel.ir.operations import PRODUCTS
 from flywheel.plan import kernels
-from flywheel.plan.formats import UNIT_ALIGNMENT, Code, Scales
+from flywheel.plan.formats import FORMATS, UNIT_ALIGNMENT, Code, ScalePlacement
 from flywheel.plan.placing import SPILLED
 from flywheel.plan.staging import (
     FRAGMENT_K,
@@ -58,7 +58,7 @@ PREFIXES: Final[Mapping[str, type[IntEnum] | type[IntFlag]]] = MappingProxyType(
         "FW_EPILOGUE": Epilogue,
         "FW_SEGMENT": abi.SegmentFlag,
         "FW_CODE": Code,
-        "FW_SCALES": Scales,
+        "FW_SCALES": ScalePlacement,
         "FW_LAYOUT": abi.Layout,
         "FW_STAMP": abi.Stamp,
         "FW_TIE": abi.Tie,
@@ -213,8 +213,37 @@ constexpr uint32_t AWAITING_OPS = 0
 """
 
 
+def formats_header() -> str:
+    """The text of formats.cuh: the formats of streamed weights."""
+    cases = "\n".join(
+        f"        case {number}: return {{FW_CODE_{each.code.name}, FW_SCALES_{each.placement.name}, "
+        f"AMK_DTYPE_{each.scale.name}, {each.group}, {'true' if each.zero is not None else 'false'}}};"
+        for number, each in FORMATS.items()
+    )
+    return f"""\
+{_WRITTEN}
+#pragma once
+
+#include "abi.h"
+
+// A format of streamed weights: its codes, where their scales are and of which type, how many columns share one, and
+// whether there are zero points.
+struct Format {{
+    int code, placement, scale, group;
+    bool has_zeros;
+}};
+
+__device__ constexpr Format format_of(int number) {{
+    switch (number) {{
+{cases}
+    }}
+    return {{}};
+}}
+"""
+
+
 FILES: Final = MappingProxyType(
-    {"abi.h": abi_header, "opcodes.cuh": opcodes_header, "dispatch.cuh": dispatch_header}
+    {"abi.h": abi_header, "opcodes.cuh": opcodes_header, "formats.cuh": formats_header, "dispatch.cuh": dispatch_header}
 )
 """Generated files under `cuda/`."""
 

@@ -11,7 +11,7 @@ import torch
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import BufferKind, DType
-from flywheel.plan.formats import CODES, Code
+from flywheel.plan.formats import CODES
 from flywheel.tensors import TORCH_DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -231,4 +231,4 @@ def test_what_has_no_kernel_is_refused_by_name(check_gpu: Conform, name: str) ->
 
 
 def test_every_code_has_formats_here() -> None:
-    assert {CODES[dtype] for dtype, *_ in FORMATS.values()} == set(Code)
+    assert {dtype for dtype, *_ in FORMATS.values()} == set(CODES.values())

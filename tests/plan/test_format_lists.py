@@ -12,7 +12,7 @@ from flywheel.errors import InvalidProgramError, UnknownNameError
 from flywheel.ir import DType
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import LAYER_MATRICES, WeightFormat, parse_formats
-from flywheel.plan.formats import Coding, Scales, coding_of
+from flywheel.plan.formats import FORMATS, Coding, coding_of
 
 TESTS = Path(__file__).parents[1]
 SHAPE = (512, 512)
@@ -64,11 +64,11 @@ def listed(file: str) -> Any:
 
 def test_each_format_that_has_a_kernel_is_in_the_tests_of_products_and_in_those_of_programs_on_a_gpu() -> None:
     every = all_codings()
-    assert len(every) == 15
+    assert every == set(FORMATS.values())
     assert of_products() == every
     assert codings(listed("decode/test_formats_on_gpu.py")) == every
 
 
 def test_each_format_that_has_a_kernel_in_bf16_is_lied_about() -> None:
     lied = codings([(text, "bf16") for text in listed("judge/test_tampering_of_formats.py")])
-    assert {each for each in all_codings() if each.scales is not Scales.F16} == lied
+    assert {each for each in all_codings() if each.scale is not DType.F16} == lied

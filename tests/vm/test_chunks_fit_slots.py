@@ -6,18 +6,11 @@ from itertools import product
 
 import pytest
 
-from flywheel.plan.formats import UNIT_K, Code, Coding, Scales, slot_bytes
+from flywheel.plan.formats import FORMATS, UNIT_K, slot_bytes
 from flywheel.plan.staging import FRAGMENT_K
 from flywheel.vm.pack.stream import chunking
 
-CODINGS = (
-    *(Coding(code, Scales.ROWS) for code in Code),
-    *(Coding(code, Scales.BF16) for code in Code),
-    Coding(Code.I8, Scales.BF16, True),
-    Coding(Code.I4, Scales.F16, True),
-    Coding(Code.I8, Scales.BLOCKS),
-    Coding(Code.F8, Scales.BLOCKS),
-)
+CODINGS = tuple(FORMATS.values())
 PLAIN_BYTES = 512
 """Of a fragment of 16-bit weights."""
 

@@ -140,9 +140,8 @@ typedef uint32_t amk_counter_t;
 #define FW_CODE_F8 2
 #define FW_CODE_I4 3
 #define FW_SCALES_ROWS 0
-#define FW_SCALES_BF16 1
-#define FW_SCALES_F16 2
-#define FW_SCALES_BLOCKS 3
+#define FW_SCALES_GROUPS 1
+#define FW_SCALES_BLOCKS 2
 #define FW_LAYOUT_ROWS 0
 #define FW_LAYOUT_FRAGMENTS 1
 #define FW_LAYOUT_AWAITED 2

@@ -148,15 +148,15 @@ template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
         if constexpr (!C::SCALED) {
             total[0] += own[0] + own[1];
             total[1] += own[2] + own[3];
-        } else if constexpr (C::SCALES == FW_SCALES_BLOCKS) {
+        } else if constexpr (C::PLACEMENT == FW_SCALES_BLOCKS) {
             const uint2 scale = load_shared8(scales + (lane & 3) * 8);
             const float low = __uint_as_float(scale.x), high = __uint_as_float(scale.y);
             total[0] += low * own[0] + high * own[1];
             total[1] += low * own[2] + high * own[3];
         } else {
             const uint2 scale = load_shared8(scales + lane * 8);
-            total[0] += low_scale(C::SCALES, scale.x) * own[0] + high_scale(C::SCALES, scale.x) * own[1];
-            total[1] += low_scale(C::SCALES, scale.y) * own[2] + high_scale(C::SCALES, scale.y) * own[3];
+            total[0] += low_scale(C::SCALE, scale.x) * own[0] + high_scale(C::SCALE, scale.x) * own[1];
+            total[1] += low_scale(C::SCALE, scale.y) * own[2] + high_scale(C::SCALE, scale.y) * own[3];
         }
     }
     // Of digits, what columns 2t and 2t + 1 are of a row and group `first` + t, less its zero point: `i` is 0, or 2 of row g + 8.

@@ -60,13 +60,13 @@ template <int FORMAT> struct CodedRows {
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             float g, h;
-            if constexpr (C::SCALES == FW_SCALES_BLOCKS) {
+            if constexpr (C::PLACEMENT == FW_SCALES_BLOCKS) {
                 const uint2 its = load_shared8(scales + pair * 8);
                 g = h = __uint_as_float(odd ? its.y : its.x);
             } else {
                 const uint2 its = load_shared8(scales + C::pair_place(pair, odd));
-                g = C::is_upper(pair, odd) ? high_scale(C::SCALES, its.x) : low_scale(C::SCALES, its.x);
-                h = C::is_upper(pair, odd) ? high_scale(C::SCALES, its.y) : low_scale(C::SCALES, its.y);
+                g = C::is_upper(pair, odd) ? high_scale(C::SCALE, its.x) : low_scale(C::SCALE, its.x);
+                h = C::is_upper(pair, odd) ? high_scale(C::SCALE, its.y) : low_scale(C::SCALE, its.y);
             }
             if (odd) g *= C::ODD, h *= C::ODD;
             total[0] += g * acc[odd][0];
@@ -81,7 +81,7 @@ template <int FORMAT> struct CodedRows {
     __device__ __forceinline__ void add_step(uint32_t a, const uint32_t (&x)[2], int step, int lane, uint32_t odd_codes, uint32_t from) {
         const uint32_t scales = a + C::CODE_BYTES - lane * 16, row = lane / 4 * 32;
         multiply_rows(x, step, scales + C::SCALE_BYTES + row, odd_codes, from);
-        if (C::SCALED) scale_rows(step / C::STEPS_OF_PAIR, scales + (C::SCALES == FW_SCALES_BLOCKS ? 0 : row));
+        if (C::SCALED) scale_rows(step / C::STEPS_OF_PAIR, scales + (C::PLACEMENT == FW_SCALES_BLOCKS ? 0 : row));
     }
     // A whole unit, without a loop. `behind()` names the step behind it, when the last one of the unit is about to begin. Both half a
     // unit and two units were slower (results/gpu/versions.md).

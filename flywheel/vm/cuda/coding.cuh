@@ -13,6 +13,7 @@
 // Source: docs/vm.md, "Quantised weights".
 #pragma once
 
+#include "formats.cuh"
 #include "product.cuh"
 
 #if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
@@ -22,14 +23,16 @@ constexpr int GROUP_X_BYTES = GROUP_FRAGMENTS * FRAGMENT_X_BYTES, UNIT_X_BYTES =
 
 // A format by its number (plan/formats.py).
 template <int FORMAT> struct Coding {
-    static constexpr int CODE = FORMAT & 3, SCALES = FORMAT >> 2 & 3;
-    static constexpr bool HAS_ZEROS = FORMAT >> 4 & 1;
-    static constexpr bool SCALED = SCALES != FW_SCALES_ROWS;        // in the stream, and not behind the product
+    static constexpr Format ITS = format_of(FORMAT);
+    static constexpr int CODE = ITS.code, PLACEMENT = ITS.placement, SCALE = ITS.scale;
+    static constexpr bool HAS_ZEROS = ITS.has_zeros;
+    static constexpr bool SCALED = PLACEMENT != FW_SCALES_ROWS;        // in the stream, and not behind the product
     static constexpr bool DIGITS = CODE == FW_CODE_I4;              // multiply those of one row
     static constexpr int DEPTH = DIGITS ? 2 : 1;                    // fragments of a group in a step
     static constexpr int STEPS = GROUP_FRAGMENTS / DEPTH, LOADS = UNIT_GROUPS / 2;  // of a unit, of a step
     static constexpr int STEP_BYTES = LOADS * 512, CODE_BYTES = STEPS * STEP_BYTES;
-    static constexpr int SCALE_BYTES = !SCALED ? 0 : SCALES == FW_SCALES_BLOCKS ? 32 : 256;
+    static constexpr int SCALE_BYTES = !SCALED ? 0 : PLACEMENT == FW_SCALES_BLOCKS ? 32 : 256;
+    static_assert(ITS.group == GROUP_FRAGMENTS * 16, "groups of other sizes need a decoder");
     static constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? 256 : 0);
     static constexpr bool BF16 = FW_DTYPE == AMK_DTYPE_BF16;
     static constexpr int TOO_LARGE = HAS_ZEROS ? 0 : CODE == FW_CODE_I4 ? 8 : CODE == FW_CODE_I8 ? 128 : 0;
@@ -113,14 +116,14 @@ __device__ __forceinline__ void decode(uint32_t q, uint32_t odd_codes, uint32_t 
     }
 }
 
-__device__ __forceinline__ float low_scale(int kind, uint32_t pair) {
-    if (kind == FW_SCALES_BF16) return __uint_as_float(pair << 16);
+__device__ __forceinline__ float low_scale(int dtype, uint32_t pair) {
+    if (dtype == AMK_DTYPE_BF16) return __uint_as_float(pair << 16);
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(pair)));
     return value;
 }
-__device__ __forceinline__ float high_scale(int kind, uint32_t pair) {
-    return kind == FW_SCALES_BF16 ? __uint_as_float(pair & 0xffff0000) : low_scale(kind, pair >> 16);
+__device__ __forceinline__ float high_scale(int dtype, uint32_t pair) {
+    return dtype == AMK_DTYPE_BF16 ? __uint_as_float(pair & 0xffff0000) : low_scale(dtype, pair >> 16);
 }
 
 // Two of a * b + c, each rounded once.

@@ -9,6 +9,7 @@
 // Source: docs/vm.md, "Quantised weights".
 #pragma once
 
+#include "formats.cuh"
 #include "product.cuh"
 
 #if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
@@ -18,7 +19,7 @@
 #endif
 
 // Of a kernel without such formats all of this is left out.
-template <int CODE, int... FORMATS> constexpr bool any_is = ((FORMATS % 4 == CODE) || ...);
+template <int CODE, int... FORMATS> constexpr bool any_is = ((format_of(FORMATS).code == CODE) || ...);
 constexpr bool TAKES_DIGITS = any_is<FW_CODE_I4, FW_FORMATS>;
 constexpr bool TAKES_HALVES = FW_DTYPE == AMK_DTYPE_BF16 && any_is<FW_CODE_F8, FW_FORMATS>;
 constexpr bool RESCALES = TAKES_DIGITS || TAKES_HALVES;

@@ -1,6 +1,7 @@
 // Weights in the orders that the matrix warps read them in, made once when they are loaded. A grid of any size.
 #pragma once
 
+#include "formats.cuh"
 #include "numeric.cuh"
 
 // src [rows, width] row-major to fragments, zero behind the matrix: abi.py, Layout.FRAGMENTS. A thread a lane of a fragment.
@@ -82,11 +83,12 @@ struct Quantised {
 // Units: docs/vm.md, "Quantised weights". A thread a word.
 extern "C" __global__ void pack_codes(const unsigned char* codes, const unsigned char* scales, const signed char* zeros, uint32_t* dst,
                                       int rows, int width, int group, int rows_per_scale, int scale_dtype, int format) {
-    const Quantised matrix = {codes, scales, zeros, rows, width, group, rows_per_scale, scale_dtype, format & 3};
-    const int kind = format >> 2 & 3, units = (width + 1023) / 1024;
+    const Format its = format_of(format);
+    const Quantised matrix = {codes, scales, zeros, rows, width, group, rows_per_scale, scale_dtype, its.code};
+    const int units = (width + 1023) / 1024;
     const int code_words = matrix.code == FW_CODE_I4 ? 2048 : 4096;
-    const int scale_words = kind == FW_SCALES_ROWS ? 0 : kind == FW_SCALES_BLOCKS ? 8 : 64;
-    const int words = code_words + scale_words + (format >> 4 & 1) * 64;
+    const int scale_words = its.placement == FW_SCALES_ROWS ? 0 : its.placement == FW_SCALES_BLOCKS ? 8 : 64;
+    const int words = code_words + scale_words + (its.has_zeros ? 64 : 0);
     const long long total = static_cast<long long>((rows + 15) / 16) * units * words;
     const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += step) {
@@ -96,7 +98,7 @@ extern "C" __global__ void pack_codes(const unsigned char* codes, const unsigned
             dst[i] = matrix.code_word(row, column, at);
         } else if (at >= code_words + scale_words) {
             dst[i] = matrix.pair_word(row, column, at - code_words - scale_words, true);
-        } else if (kind == FW_SCALES_BLOCKS) {
+        } else if (its.placement == FW_SCALES_BLOCKS) {
             const int first = column + (at - code_words) * 128;
             const long long place = matrix.has(row, first) ? matrix.scale_at(row, first) : 0;
             dst[i] = matrix.has(row, first) ? __float_as_uint(any_to_float(scale_dtype, reinterpret_cast<const char*>(scales), place)) : 0;

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.ir import PARAM_FIELDS, Wait
-from flywheel.plan.formats import Scales
+from flywheel.plan.formats import ScalePlacement
 from flywheel.plan.nodes import Node
 from flywheel.plan.ranks import RankPart
 from flywheel.plan.routine import Routine
@@ -86,7 +86,7 @@ def weight_layouts(
         for row in (node.inputs[number] for node in nodes for number in weights[node.form])
     }
     for each in coded.values():
-        rows[each.scales] = Layout.ROW_SCALES if each.coding.scales is Scales.ROWS else Layout.IN_UNITS
+        rows[each.scales] = Layout.ROW_SCALES if each.coding.placement is ScalePlacement.ROWS else Layout.IN_UNITS
         if each.zeros != ABSENT:
             rows[each.zeros] = Layout.IN_UNITS
     return rows

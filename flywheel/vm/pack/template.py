@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from flywheel.ir import PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
 from flywheel.plan import KernelVariant
-from flywheel.plan.formats import UNIT_K, Scales
+from flywheel.plan.formats import UNIT_K, ScalePlacement
 from flywheel.plan.kernels import KERNELS
 from flywheel.plan.operands import Held, Staging
 from flywheel.plan.placing import Placement
@@ -167,7 +167,7 @@ def _fill_product(product: np.void, step: PlannedStep, rows: int, dtype: DType, 
     coding = None if step.coded is None else step.coded.coding
     k, block_bytes = (FRAGMENT_K, fragment_bytes(dtype)) if coding is None else (UNIT_K, coding.unit_bytes)
     _, row_chunks = chunking(-(-step.depth // k), block_bytes, variant.chunk_bytes)
-    if step.coded is not None and step.coded.coding.scales is Scales.ROWS:
+    if step.coded is not None and step.coded.coding.placement is ScalePlacement.ROWS:
         product["scales"] = step.coded.scales + 1
     product["rows"], product["kblocks"], product["beside"] = rows, kblocks, step.beside
     product["row_chunks"] = row_chunks if step.slices is None else variant.matrix_warps
