@@ -17,11 +17,12 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, OPERATIONS, DType
 from flywheel.ir.extents import Matrix
 from flywheel.plan.formats import UNIT_K
-from flywheel.plan.new_row import NewRow, find_new_row
+from flywheel.plan.new_row import NewRow
 from flywheel.plan.operands import Staging, stagings_of
+from flywheel.plan.rules import KERNELS, KernelDraft, rewrite
 from flywheel.plan.staging import MIN_STAGED_BYTES, SLICE_K, Slices, slices_of
-from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, inherited, look, names_columns
-from flywheel.plan.turning import Turn, find_turn
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, inherited, look
+from flywheel.plan.turning import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,10 @@ def make_routine(whole: Sequence[PlannedStep], form: Form, dtype: DType, x_slice
     steps = tuple(in_slices(whole, form, x_slices, staged_bytes))
     stagings = stagings_of(steps, form)
     in_place = {staging.ref - RESULT_REF for staging in stagings if staging.in_place}
-    views = frozenset(
-        index for index, step in enumerate(steps) if index not in in_place and _is_view(step, form)
-    )
-    new_row = find_new_row(steps, form, dtype, views)
-    before = range(1, len(steps) if new_row is None else new_row.key_rope)
-    turns = [find_turn(place, steps, form, dtype, views) for place in before]
+    draft = rewrite(KernelDraft(form, dict(enumerate(steps)), dtype, in_place), KERNELS)
     skipped, left = _shared_operands(steps, form, stagings)
     return Routine(
-        form, steps, stagings, views, new_row, tuple([turn for turn in turns if turn is not None]), skipped, left,
+        form, steps, stagings, frozenset(draft.views), draft.new_row, tuple(draft.turns), skipped, left,
         matrices=tuple([index for index, step in enumerate(steps) if step.matrix]),
         loose=_loose(steps),
     )  # fmt: skip
@@ -95,14 +91,6 @@ def _loose(steps: Sequence[PlannedStep]) -> frozenset[int]:
         for place, ref in enumerate(step.reads)
         if ref < RESULT_REF and not isinstance(OPERATIONS[step.op].operand(place).extent, Matrix)
     ])  # fmt: skip
-
-
-def _is_view(step: PlannedStep, form: Form) -> bool:
-    """Whether a step is a COPY that only selects columns of an input, which the task does not write."""
-    if not names_columns(step, form) or step.out != ABSENT or step.args[0] >= RESULT_REF:
-        return False
-    source = form.inputs[step.args[0]]
-    return source.dtype is step.result.dtype and source.dtype is not DType.I4 and form.written[step.args[0]] is None
 
 
 def _shared_operands(

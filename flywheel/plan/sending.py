@@ -17,7 +17,8 @@ from flywheel.ir import Buffer, MegakernelProgram, Run, Runs
 from flywheel.ir.access import tile, tile_rows
 from flywheel.ir.tiles import Tile, Tiles, stretches_of
 from flywheel.plan.nodes import group_tasks, make_nodes
-from flywheel.plan.step import Form, steps_of, x_rows
+from flywheel.plan.rules import steps_of
+from flywheel.plan.step import Form, x_rows
 
 Ints = npt.NDArray[np.int64]
 

@@ -6,16 +6,16 @@ A ref below RESULT_REF is an input of the task. From RESULT_REF on it is the scr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 from typing import Any, Final
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
-from flywheel.ir.operations import APPENDS, ATTENTIONS, PRODUCTS
-from flywheel.ir.recipe import Recipe, Scratch, Target
-from flywheel.plan.formats import Coding, coding_of
+from flywheel.ir.operations import ATTENTIONS, PRODUCTS
+from flywheel.ir.recipe import Recipe
+from flywheel.plan.formats import Coding
 from flywheel.plan.staging import Slices
 
 _K = InstructionKind
@@ -161,177 +161,9 @@ class PlannedStep:
         return self.args if self.other == ABSENT else (*self.args, self.other)
 
 
-def steps_of(form: Form) -> list[PlannedStep]:
-    """The steps of a task. Operations that one kernel does together are one step."""
-    if form.op is _K.NOP:
-        return []
-    if form.recipe is None:
-        result = replace(form.outputs[0], kind=None)
-        return [PlannedStep(form.op, tuple(range(len(form.inputs))), form.own, 0, result)]
-    return _renumbered(_fused(_recipe_steps(form.recipe, form), form))
-
-
-def _recipe_steps(recipe: Recipe, form: Form) -> dict[int, PlannedStep]:
-    """The steps by their place in the recipe. Refs count these places from RESULT_REF."""
-    made: dict[Target, int] = {}
-    steps: dict[int, PlannedStep] = {}
-    for index, each in enumerate(recipe.steps):
-        args = tuple(made[arg] if isinstance(arg, Scratch) else arg.number for arg in each.args)
-        result, place = StepOperand(each.dtype, each.shape), ABSENT
-        if isinstance(each.out, Scratch):
-            made[each.out] = RESULT_REF + index
-        else:
-            place = each.out.number
-            if each.op in APPENDS:  # writes the appended rows only, and rounds once
-                result = replace(form.outputs[place], kind=None)
-        steps[index] = PlannedStep(each.op, args, each.params, place, result)
-    return steps
-
-
-def _fused(steps: dict[int, PlannedStep], form: Form) -> dict[int, PlannedStep]:
-    """The steps, with each DEQUANT merged into the matrix step that reads it, and additions and SwiGLUs merged into the
-    matrix step that makes their operand."""
-    _take_codes(steps, form)
-    _take_shards(steps, form)
-    uses: dict[int, int] = {}
-    for step in steps.values():
-        for ref in step.args:
-            uses[ref] = uses.get(ref, 0) + 1
-    for index, step in list(steps.items()):
-        if step.op is _K.ADD:
-            for product, other in (step.args, step.args[::-1]):
-                if _adds(steps, uses, form, step, product, other):
-                    copied = steps.pop(other - RESULT_REF)
-                    _absorb(steps, index, product, Epilogue.ADD, copied.args[0])
-                    break
-        elif step.op is _K.SILU_MUL:
-            gate, product = step.args
-            if _gates(steps, uses, form, step, gate, product):
-                _absorb(steps, index, product, Epilogue.SILU_MUL, gate)
-    return steps
-
-
-def _take_codes(steps: dict[int, PlannedStep], form: Form) -> None:
-    """Turn a product of rows that a DEQUANT makes into a product with the quantised matrix's rows."""
-    made = [step.args[1] for step in steps.values() if step.matrix]
-    for index, step in list(steps.items()):
-        maker = steps.get(step.args[1] - RESULT_REF) if step.matrix else None
-        if maker is None or maker.op is not _K.DEQUANT or made.count(step.args[1]) != 1:
-            continue
-        if step.params.get("n_off") != 0 or any(ref >= RESULT_REF for ref in maker.args):
-            continue
-        bias = [_copied_columns(steps, form, ref) for ref in step.args[2:]]
-        if ABSENT in bias:
-            continue
-        q, scales, *zeros = (form.inputs[ref] for ref in maker.args)
-        zero = zeros[0].dtype if zeros else None
-        depth = int(step.params["K"])
-        coding = coding_of(q.dtype, (scales.dtype, scales.shape), zero, maker.params, depth)
-        params = {name: value for name, value in step.params.items() if name not in ("n_off", "N_tile")}
-        params |= {name: maker.params[name] for name in ("n_off", "N_tile") if name in maker.params}
-        coded = MatrixCoding(
-            coding, maker.args[1], maker.args[2] if zeros else ABSENT,
-            int(maker.params["group"]), int(maker.params.get("rows_per_scale", 1)),
-        )  # fmt: skip
-        steps[index] = replace(step, args=(step.args[0], maker.args[0], *bias), params=params, coded=coded)
-        for ref in step.args[1:]:
-            del steps[ref - RESULT_REF]
-
-
-def _take_shards(steps: dict[int, PlannedStep], form: Form) -> None:
-    """Turn a sum of copied columns into a sum of the inputs. The kernel selects the columns itself."""
-    for index, step in list(steps.items()):
-        if step.op is not _K.ALLREDUCE_SHARD or step.out != 0:
-            continue
-        copied = [steps.get(ref - RESULT_REF) for ref in step.args]
-        inputs = [_copied_columns(steps, form, ref, form.rows) for ref in step.args]
-        if ABSENT in inputs or None in copied:
-            continue
-        steps[index] = replace(step, args=tuple(inputs))
-        for ref in step.args:
-            del steps[ref - RESULT_REF]
-
-
-def _copied_columns(steps: Mapping[int, PlannedStep], form: Form, ref: int, rows: int = 1) -> int:
-    """The input whose own columns, in `rows` rows, a COPY copies unrounded for one step alone; ABSENT if there is
-    none."""
-    copied = steps.get(ref - RESULT_REF)
-    if copied is None or copied.op is not _K.COPY or copied.args[0] >= RESULT_REF or not form.columns:
-        return ABSENT
-    used = sum(step.args.count(ref) for step in steps.values())
-    own = {"n_off", "N_tile"} & copied.params.keys() or copied_rows(copied) != rows or used != 1
-    exact = copied.result.dtype is form.inputs[copied.args[0]].dtype
-    return copied.args[0] if exact and not own and form.written[copied.args[0]] is None else ABSENT
-
-
-def _absorb(steps: dict[int, PlannedStep], index: int, product: int, epilogue: Epilogue, other: int) -> None:
-    """Make step `index` the epilogue of the matrix step that makes `product`. The matrix step moves to its place."""
-    last, matrix = steps[index], steps.pop(product - RESULT_REF)
-    steps[index] = replace(matrix, out=last.out, epilogue=epilogue, other=other)
-
-
-def _takes(steps: dict[int, PlannedStep], uses: Mapping[int, int], form: Form, step: PlannedStep, product: int) -> bool:
-    """Whether a matrix step makes `product` for `step` alone, and rounding it before the sum is stored loses
-    nothing."""
-    matrix = steps.get(product - RESULT_REF)
-    if matrix is None or not matrix.matrix or uses[product] != 1 or matrix.epilogue is not Epilogue.NONE:
-        return False
-    if step.result.numel != matrix.result.numel:
-        return False
-    if any(ref < RESULT_REF and form.written[ref] is not None for ref in matrix.args):
-        return False  # the product moves to the place of `step`, past the writer of that input
-    if step.out == ABSENT:
-        return step.result.dtype is matrix.result.dtype
-    return step.result.dtype in (DType.F32, form.outputs[step.out].dtype)
-
-
-def _adds(
-    steps: dict[int, PlannedStep], uses: Mapping[int, int], form: Form, step: PlannedStep, product: int, other: int
-) -> bool:
-    """Whether `other` copies the task's own columns of an input, and the matrix step of the same columns and rows can
-    add them."""
-    copied = steps.get(other - RESULT_REF)
-    if copied is None or copied.op is not _K.COPY or uses[other] != 1 or copied.args[0] >= RESULT_REF:
-        return False
-    if not form.columns or {"n_off", "N_tile"} & copied.params.keys() or not _takes(steps, uses, form, step, product):
-        return False
-    matrix, source = steps[product - RESULT_REF], form.inputs[copied.args[0]]
-    rows = copied_rows(copied)
-    if {"n_off", "N_tile"} & matrix.params.keys() or matrix.result.rows != rows or _x_rows(matrix, steps, form) != rows:
-        return False
-    return form.written[copied.args[0]] is None and copied.result.dtype in (source.dtype, DType.F32)
-
-
 def copied_rows(step: PlannedStep) -> int:
     """The number of rows from which a COPY takes columns."""
     return int(step.params.get("M_tile", 1))
-
-
-def _x_rows(matrix: PlannedStep, steps: Mapping[int, PlannedStep], form: Form) -> int:
-    ref = matrix.args[0]
-    x = form.inputs[ref] if ref < RESULT_REF else steps[ref - RESULT_REF].result
-    return x.numel // int(matrix.params["K"])
-
-
-def _gates(
-    steps: dict[int, PlannedStep], uses: Mapping[int, int], form: Form, step: PlannedStep, gate: int, product: int
-) -> bool:
-    """Whether the gate is a scratch value, and the matrix step of the other operand can apply it."""
-    made = steps.get(gate - RESULT_REF)
-    return made is not None and gate != product and _takes(steps, uses, form, step, product)
-
-
-def _renumbered(steps: dict[int, PlannedStep]) -> list[PlannedStep]:
-    """The remaining steps in order, with refs renumbered."""
-    places = {RESULT_REF + index: RESULT_REF + place for place, index in enumerate(sorted(steps))}
-    return [
-        replace(
-            step,
-            args=tuple(places.get(ref, ref) for ref in step.args),
-            other=places.get(step.other, step.other),
-        )
-        for _, step in sorted(steps.items())
-    ]
 
 
 def inherited(step: PlannedStep, form: Form, name: str) -> bool:

@@ -14,7 +14,8 @@ from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan.nodes import make_nodes
 from flywheel.plan.program import make_plan
-from flywheel.plan.step import RESULT_REF, Form, steps_of
+from flywheel.plan.rules import steps_of
+from flywheel.plan.step import RESULT_REF, Form
 from flywheel.vm.pack import pack
 
 SPEC = DecoderSpec("small", "qwen2", 256, 384, 1, 4, 2, 64, 520, 1e5, 1e-5, 512, qkv_bias=True)

@@ -17,7 +17,8 @@ from flywheel.plan.nodes import make_nodes
 from flywheel.plan.operands import Held, stagings_of
 from flywheel.plan.program import make_plan
 from flywheel.plan.routine import Routine, make_routine
-from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue, steps_of
+from flywheel.plan.rules import steps_of
+from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.vm.abi import StepFlag
 from flywheel.vm.pack import pack
 

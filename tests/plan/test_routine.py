@@ -9,7 +9,8 @@ from flywheel.ir import DType, InstructionKind
 from flywheel.plan.nodes import make_nodes
 from flywheel.plan.program import make_plan
 from flywheel.plan.routine import Routine, make_routine
-from flywheel.plan.step import ABSENT, RESULT_REF, steps_of
+from flywheel.plan.rules import steps_of
+from flywheel.plan.step import ABSENT, RESULT_REF
 
 
 def routines() -> Iterator[tuple[Routine, int]]:
