@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Task
 from flywheel.ir.access import tile_rows
+from flywheel.ir.repeating import layers_of, repeated
 from flywheel.ir.tiles import stretches_of
 from flywheel.measure.ceiling import PeerLink
 
@@ -46,14 +47,25 @@ def exchanges_us(program: MegakernelProgram, link: Link = NVLINK) -> float:
     """The time that a launch's exchanges add to its hand-offs, if nothing hides it; 0 for a program of one GPU."""
     if program.ranks == 1:
         return 0.0
+    layers = layers_of(program)
+    pushed = _pushed(program if layers is None else repeated(program, 1))
+    if layers is not None and layers.times > 1:  # each layer adds what the second one adds
+        more = _pushed(repeated(program, 2))
+        again = layers.times - 1
+        pushed = [(n + again * (m - n), b + again * (c - b)) for (n, b), (m, c) in zip(pushed, more, strict=True)]
+    further_us = max(0.0, link.one_way_us - link.same_gpu_us)
+    return max([count * further_us + nbytes / (link.gbs * 1e3) for count, nbytes in pushed])
+
+
+def _pushed(program: MegakernelProgram) -> list[tuple[int, int]]:
+    """How many buffers each GPU pushes, and their bytes."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
     nbytes: list[dict[int, int]] = [{} for _ in range(program.ranks)]  # by rank and pushed buffer
     for record, columns in _pushes(program, buffers):
         source = record.inputs[0]
         pushed = buffers[source].dtype.nbytes(columns)
         nbytes[record.rank][source] = nbytes[record.rank].get(source, 0) + pushed
-    further_us = max(0.0, link.one_way_us - link.same_gpu_us)
-    return max([len(each) * further_us + sum(each.values()) / (link.gbs * 1e3) for each in nbytes])
+    return [(len(each), sum(each.values())) for each in nbytes]
 
 
 def _pushes(program: MegakernelProgram, buffers: Mapping[int, Buffer]) -> Iterator[tuple[Run | Task, int]]:
