@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.search.appraise import Appraisal, appraise
 from flywheel.search.knobs import Value
 from flywheel.search.knowledge.chosen import notes_of_work
+from flywheel.search.knowledge.known import Known, best_known, known_document
 from flywheel.search.noise import Gain
 from flywheel.search.rows import result_columns
 from flywheel.search.settling import settle_names
@@ -58,7 +60,8 @@ class Incumbent:
 @dataclass(frozen=True, slots=True, repr=False)
 class EvaluationResult:
     """One schedule, predicted or measured. The fields are those of the command's document (docs/reference.md); absent
-    ones are None. `notes` are facts that nobody asked for by name."""
+    ones are None. `answer` is the best measured schedule of exactly this work, which goes before a prediction; None
+    where this one was measured, too. `notes` are facts that nobody asked for by name."""
 
     model: str
     gpu: str
@@ -86,6 +89,7 @@ class EvaluationResult:
     tasks: int | None
     incumbent: Incumbent | None
     changed: Mapping[str, tuple[Value, Value]] | None
+    answer: Known | None = None
     notes: tuple[Note, ...] = ()
 
     def document(self) -> dict[str, Any]:
@@ -95,19 +99,22 @@ class EvaluationResult:
         incumbent = None if self.incumbent is None else asdict(self.incumbent)
         return said | {
             "codes": list(self.codes), "incumbent": incumbent, "changed": changed,
+            "answer": None if self.answer is None else known_document(self.answer, self.batch),
             "predicted_range_us": None if self.predicted_range_us is None else list(self.predicted_range_us),
             "notes": [asdict(each) for each in self.notes],
         }  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"<EvaluationResult {escaped(self.work)}: {self._took}, config {self.config_id}>"
+        answer = "" if self._answer is None else f"; {escaped(self._answer)}"
+        return f"<EvaluationResult {escaped(self.work)}: {self._took}, config {self.config_id}{answer}>"
 
     def _repr_html_(self) -> str:
         floor = None if self.floor_fraction is None else f"{self.floor_fraction:.1%} reached of {self.floor_us:,.1f} us"
         best = None if self.incumbent is None else f"trial {self.incumbent.trial} of {self.incumbent.campaign}"
         speedup = None if self.incumbent is None or self.incumbent.speedup is None else f"{self.incumbent.speedup:.3f}"
         names = ("reason", "config_id", "program_id", "tasks", "predictor")
-        rows = [("latency", self._took), ("weight floor", floor), *((name, getattr(self, name)) for name in names),
+        rows = [("latency", self._took), ("answer", self._answer),
+                ("weight floor", floor), *((name, getattr(self, name)) for name in names),
                 ("incumbent", best), ("speedup over it", speedup)]  # fmt: skip
         return html_table(self.work, rows)
 
@@ -121,8 +128,13 @@ class EvaluationResult:
         if self.latency_us is not None:
             return f"measured {self.latency_us:,.1f} us"
         if self.predicted_us is not None:
-            return f"predicted {rounded(self.predicted_us)} us"
+            band = band_of(self.gpu, self.predictor or "")
+            return f"predicted {rounded(self.predicted_us)} us, {band.words(self.predicted_us)}"
         return self.outcome.replace("_", " ")
+
+    @property
+    def _answer(self) -> str | None:
+        return None if self.answer is None else f"measured {self.answer.latency_us:,.1f} us, {self.answer.words}"
 
 
 def evaluate(
@@ -187,13 +199,11 @@ def evaluate_work(
 ) -> EvaluationResult:
     """As `evaluate`, of a config for a workload; without a `store`, it is compared with nothing. The result has `notes`
     and those of the model. Raises as `appraise`, and StoreError."""
-    if store is None:
-        found = appraise(config, workload, measure, None, predictor)
-    else:
-        with read_store(store) as opened:
-            found = appraise(config, workload, measure, opened, predictor)
+    with nullcontext() if store is None else read_store(store) as opened:
+        found = appraise(config, workload, measure, opened, predictor)
+        answer = best_known(workload, opened) if found.measure == "predict" else None
     own = notes_of_search(workload, found.measure == "cuda")
-    return _result(workload, config.config_id, found, (*notes, *own))
+    return _result(workload, config.config_id, found, answer, (*notes, *own))
 
 
 def _read(config: ScheduleConfig | Schedule | Mapping[str, Any] | str | Path) -> tuple[Any, str | None]:
@@ -205,7 +215,9 @@ def _read(config: ScheduleConfig | Schedule | Mapping[str, Any] | str | Path) ->
     return config_from_document(parse_json(read_text(Path(config))), str(config))
 
 
-def _result(workload: Workload, config_id: str, found: Appraisal, notes: tuple[Note, ...]) -> EvaluationResult:
+def _result(
+    workload: Workload, config_id: str, found: Appraisal, answer: Known | None, notes: tuple[Note, ...]
+) -> EvaluationResult:
     evaluation, outcome = found.evaluation, found.outcome
     columns = result_columns(outcome)
     latency_us = columns.get("latency_us", columns.get("predicted_us"))
@@ -219,7 +231,7 @@ def _result(workload: Workload, config_id: str, found: Appraisal, notes: tuple[N
         floor_fraction=None if floor_us is None or latency_us is None else floor_fraction(floor_us, latency_us),
         config_id=config_id, program_id=evaluation.program_id, tasks=evaluation.tasks,
         incumbent=None if found.incumbent is None else _incumbent(found.incumbent, latency_us, found.gained),
-        changed=None if found.incumbent is None else found.changed, notes=notes,
+        changed=None if found.incumbent is None else found.changed, answer=answer, notes=notes,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
-    from flywheel.search.workload import Workload
+    from flywheel.api.evaluating import EvaluationResult
 
 SHOWN: Final = 8
 """How many differences from the incumbent the text shows."""
@@ -87,7 +87,7 @@ def evaluate(
     if as_json:
         show_json(document)
     else:
-        _show(document, _measured_before(workload, config.config_id) if document["latency_us"] is None else None)
+        _show(document, _measured_before(found))
     if document["outcome"] not in ("measured", "predicted"):
         ctx.exit(REJECTED)
 
@@ -96,16 +96,13 @@ def _disturbed(strangers: int | None) -> str | None:
     return f"strangers ({strangers}): others computed on the GPU, so the time is doubtful" if strangers else None
 
 
-def _measured_before(workload: Workload, config_id: str) -> str | None:
-    """What the shipped schedule of this very work took, which goes before any prediction; None where there is none."""
-    from flywheel.search.knowledge.known import best_known
-
-    known = best_known(workload, None)
+def _measured_before(found: EvaluationResult) -> str | None:
+    """The measured schedule that goes before a prediction, in words; None where there is none."""
+    known = found.answer
     if known is None:
         return None
-    whose = "this schedule" if known.config.config_id == config_id else known.words
-    took = us_a_token(known.latency_us, workload.batch)
-    return f"{took} by {whose}, on {known.measured_on}; no prediction beats that"
+    whose = "this schedule" if known.config.config_id == found.config_id else known.words
+    return f"{us_a_token(known.latency_us, found.batch)} by {whose}, on {known.measured_on}; no prediction beats that"
 
 
 def _show(document: dict[str, Any], measured: str | None) -> None:

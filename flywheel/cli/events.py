@@ -42,7 +42,7 @@ class JsonLines:
 
     def start(self, start: Start) -> None:
         """Write the start event: what is searched, and the trials that there are already."""
-        from flywheel.cli.searched import known_document
+        from flywheel.search.knowledge.known import known_document
 
         spec, before = start.spec, start.best_known
         show_event(

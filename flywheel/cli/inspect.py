@@ -13,11 +13,12 @@ from flywheel.cli.files import load_program
 from flywheel.cli.options import command, document_option, give, json_option
 from flywheel.cli.text import cell, pairs, percent, predicted, show, show_table, size, us
 from flywheel.cli.warming import announce_compiling
-from flywheel.cost_model import Machine, Prediction, predict
+from flywheel.cost_model import MODEL_VERSION, Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import MegakernelProgram, config_to_dict, validate
 from flywheel.ir.work import Work, works_of
 from flywheel.measure.floor import floor_fraction
+from flywheel.measure.latency import band_of
 from flywheel.plan import KernelVariant, program_id, variant_of
 from flywheel.report.layer import operation
 
@@ -142,6 +143,7 @@ def _predicted(program: MegakernelProgram) -> dict[str, float | None]:
 
 
 def _show(file: str, facts: dict[str, Any]) -> None:
+    band = band_of(facts["target"] or "", MODEL_VERSION)
     variant, load, work, errors = facts["variant"], facts["load"], facts["work"], facts["errors"]
     show(f"{file}: program {facts['program_id'] or '(no identity)'}, IR {facts['ir_version']}")
     meta = ", ".join(f"{name} {value}" for name, value in facts["meta"].items())
@@ -149,7 +151,7 @@ def _show(file: str, facts: dict[str, Any]) -> None:
     lines = [
         ("meta", meta or None),
         ("proof", f"{proof}; {len(facts['warnings'])} warnings"),
-        ("predicted", facts["predicted_us"] and f"{predicted(facts['predicted_us'])}; the floor of "
+        ("predicted", facts["predicted_us"] and f"{predicted(facts['predicted_us'], band)}; the floor of "
                                                 f"{us(facts['floor_us'])} is {percent(facts['floor_fraction'])} of it"),
         ("kernel", variant and _kernel(variant)),
         ("tasks", f"{facts['tasks']:,}, with {facts['waits']:,} waits"),

@@ -29,6 +29,7 @@ from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_pieces
 from flywheel.ir.validate import used_sms
 from flywheel.measure.floor import floor_fraction, weight_bytes_read
+from flywheel.measure.latency import band_of
 from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
 
@@ -93,11 +94,12 @@ def lower(
         complain(f"rejected: {error}")
         ctx.exit(REJECTED)
     summary = _summary(program, predictor)
+    band = band_of(workload.gpu, predictor.version)
     note(
         f"{program.meta['model']} on {_gpus(program)}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
         f"{size(summary['weight_bytes'])} of weights read a step{' and GPU' if program.ranks > 1 else ''}, "
         f"floor {us(summary['floor_us'])}; "
-        f"predicted {predicted(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
+        f"predicted {predicted(summary['predicted_us'], band)}, {percent(summary['floor_fraction'])} of the floor; "
         f"program {summary['program_id']}"
     )
     if summary["no_kernels"] is not None:

@@ -25,11 +25,11 @@ from flywheel.cli.text import (
     us_of,
 )
 from flywheel.ir import config_from_dict
-from flywheel.measure.latency import band_of, tokens_per_s
+from flywheel.measure.latency import band_of
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, row_name
 from flywheel.search.gains import gained, gains_document, gains_in_words
-from flywheel.search.knowledge.known import Known, answer_of
+from flywheel.search.knowledge.known import Known, answer_of, known_document
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 from flywheel.store.schedule import Shipped
@@ -95,21 +95,6 @@ def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]
         "stopped": result.stopped,
         "elapsed_s": result.elapsed_s,
     }  # fmt: skip
-
-
-def known_document(known: Known, batch: int) -> dict[str, Any]:
-    """A measured schedule of a work of `batch` sequences, JSON-ready. `shipped` is its name if it comes with flywheel;
-    `campaign` and `trial` are those of its row."""
-    origin = known.origin
-    return {
-        "config_id": known.config.config_id,
-        "latency_us": known.latency_us,
-        "tokens_per_s": tokens_per_s(known.latency_us, batch),
-        "shipped": None if isinstance(origin, TrialRecord) else origin.stem,
-        "campaign": origin.campaign,
-        "trial": origin.trial,
-        **{name: getattr(origin, name) for name in ("gpu_name", "kernels", "created_at")},
-    }
 
 
 def _headline(spec: CampaignSpec, result: CampaignResult, answer: Known | None) -> str:

@@ -25,8 +25,9 @@ from flywheel.cli.text import pairs, percent, predicted, show, show_table, size,
 from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import STOCK, Predictor, State, open_predictor, state_shares, timeline
 from flywheel.errors import ConfigError, InvalidProgramError, UsageError
-from flywheel.ir import MegakernelProgram, simulate_counters, try_orders, validate
+from flywheel.ir import GpuTarget, MegakernelProgram, simulate_counters, try_orders, validate
 from flywheel.measure.floor import floor_fraction
+from flywheel.measure.latency import band_of
 from flywheel.report.layer import operation
 
 SHOWN = 5
@@ -61,7 +62,7 @@ def simulate(
         predictor = open_predictor(machine, program.target)
     announce_compiling()
     document = run_program(program, orders, predictor)
-    give(document, output, as_json, lambda: _show(file, document))
+    give(document, output, as_json, lambda: _show(file, document, program.target))
     if document["errors"] or document["stuck"] or document["violations"]:
         ctx.exit(REJECTED)
     if trace is not None:
@@ -144,8 +145,9 @@ def _predicted(program: MegakernelProgram, predictor: Predictor) -> dict[str, An
     }
 
 
-def _show(file: str, document: dict[str, Any]) -> None:
+def _show(file: str, document: dict[str, Any], target: GpuTarget | None) -> None:
     prediction = document["prediction"]
+    band = None if prediction is None or target is None else band_of(target.name, prediction["predictor"])
     shares = None
     if prediction is not None:
         shares = ", ".join(f"{name} {percent(prediction[name])}" for name in State)
@@ -158,7 +160,7 @@ def _show(file: str, document: dict[str, Any]) -> None:
                 ("counters", f"{document['fired']:,} tasks fire, {len(stuck):,} stuck{_some(stuck)}"),
                 ("orders", f"{document['seeds']} worst-case, {len(document['violations'])} violations"),
                 *(("violation", violation) for violation in document["violations"][:SHOWN]),
-                ("predicted", prediction and f"{predicted(prediction['latency_us'])} by the cost model "
+                ("predicted", prediction and f"{predicted(prediction['latency_us'], band)}, by the cost model "
                                              f"(version {prediction['predictor']})"),
                 ("floor", prediction and us(prediction["floor_us"])),
                 ("reached", prediction and f"{percent(prediction['floor_fraction'])} of the floor"),

@@ -283,9 +283,12 @@ def us(value: float | None) -> str:
     return ABSENT if value is None else f"{value:,.1f} us"
 
 
-def predicted(value: float | None) -> str:
-    """A predicted time in us as text, with no more digits than a prediction has."""
-    return ABSENT if value is None else f"{rounded(value)} us"
+def predicted(value: float | None, band: Band | None = None) -> str:
+    """A predicted time in us as text, with no more digits than a prediction has, and the range in which a measurement
+    is expected where its `band` is given."""
+    if value is None:
+        return ABSENT
+    return f"{rounded(value)} us{'' if band is None else f', {band.words(value)}'}"
 
 
 def tokens(latency_us: float | None, batch: int, is_predicted: bool) -> str:

@@ -13,12 +13,12 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, row_name, tied_with, trials_of
 from flywheel.plan import is_another, program_id
-from flywheel.search.gains import Gains, gained
+from flywheel.search.gains import Gains, gained, workload_of
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.knowledge.known import Known, best_known
 from flywheel.search.sampling.foresight import predict_config
 from flywheel.search.space import Dimension, Space, make_space
-from flywheel.search.workload import Workload, make_workload
+from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 
@@ -85,9 +85,7 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord], store: Store | No
     best, trials = best_of(records), tuple(trials_of(records))
     knobs, schedule, missing, gains, known = None, None, None, None, None
     try:
-        workload = make_workload(
-            campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
-        )
+        workload = workload_of(campaign)
         known = None if best is not None and not best.is_predicted else best_known(workload, store)
         space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
         knobs, gains = _knobs(space, trials, best), gained(space, records)

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from flywheel.errors import FlywheelError
+from flywheel.measure.latency import curtailed
 from flywheel.measure.record import TrialRecord
 from flywheel.report.facts import gather
 from flywheel.report.page import page, pictures
 from flywheel.search.choices import choices_of
-from flywheel.search.gains import gains_document, gains_in_words, gains_of
+from flywheel.search.gains import gains_document, gains_in_words, gains_of, workload_of
+from flywheel.search.knowledge.known import best_known
 from flywheel.search.provenance import schedule_text, search_command
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import Views
@@ -33,10 +35,12 @@ def campaign_files(
 
 
 def campaign_gains(campaign: Campaign, records: Sequence[TrialRecord]) -> tuple[str | None, Mapping[str, float]]:
-    """What a campaign's search gained: in words, and as numbers by a name with their unit. None and no numbers where it
-    gained nothing that is known, or its model is not on this machine."""
+    """What a campaign's search gained, and the shipped schedule that answers it if it only predicted: in sentences, and
+    the gain as numbers by a name with their unit. None and no numbers where it gained nothing that is known, or its
+    model is not on this machine."""
     try:
         gains = gains_of(campaign, records)
+        known = best_known(workload_of(campaign), None) if gains is not None and gains.best.is_predicted else None
     except FlywheelError:
         return None, {}
     if gains is None:
@@ -48,7 +52,12 @@ def campaign_gains(campaign: Campaign, records: Sequence[TrialRecord]) -> tuple[
         "percent": None if gains.over_seed is None else gains.over_seed * 100,
         "beyond_noise": None if gains.sure is None else float(gains.sure),
     }  # fmt: skip
-    return gains_in_words(gains), {f"gained/{name}": value for name, value in numbers.items() if value is not None}
+    digits = curtailed if gains.best.is_predicted else float
+    numbers |= {name: digits(us) for name, us in numbers.items() if name.endswith("_us") and us is not None}
+    words = gains_in_words(gains)
+    said = [] if words is None else [f"Searching gained {words}."]
+    said += [] if known is None else [f"The answer is measured: {known.latency_us:,.1f} us by {known.words}."]
+    return " ".join(said) or None, {f"gained/{name}": value for name, value in numbers.items() if value is not None}
 
 
 def views() -> Views:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flywheel.measure.latency import RESOLUTION
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, ranked, tied_with
 from flywheel.search.space import Space, make_space
-from flywheel.search.workload import make_workload
+from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
 
 
@@ -43,8 +44,13 @@ class Gains:
 
 def gains_of(campaign: Campaign, records: Sequence[TrialRecord]) -> Gains | None:
     """As `gained`, of a campaign with these rows. Raises as `make_workload`, where its model is not on this machine."""
+    return gained(make_space(workload_of(campaign), json.loads(campaign.spec).get("fix", {})), records)
+
+
+def workload_of(campaign: Campaign) -> Workload:
+    """What a campaign searches for. Raises as `make_workload`, where its model is not on this machine."""
     asked = campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
-    return gained(make_space(make_workload(*asked), json.loads(campaign.spec).get("fix", {})), records)
+    return make_workload(*asked)
 
 
 def gained(space: Space, records: Sequence[TrialRecord]) -> Gains | None:
@@ -64,8 +70,10 @@ def gained(space: Space, records: Sequence[TrialRecord]) -> Gains | None:
 
 
 def faster(best: TrialRecord, than: TrialRecord) -> float:
-    """How much faster a row is than another one: 0.1 if it makes a tenth more tokens in the same time."""
-    return _latency(than) / _latency(best) - 1.0
+    """How much faster a row is than another one: 0.1 if it makes a tenth more tokens in the same time; 0 for
+    predictions that differ by less than they can tell."""
+    gain = _latency(than) / _latency(best) - 1.0
+    return 0.0 if best.is_predicted and abs(gain) < RESOLUTION else gain
 
 
 def gains_in_words(gains: Gains) -> str | None:
@@ -75,6 +83,8 @@ def gains_in_words(gains: Gains) -> str | None:
         return None
     if seed.config_id == best.config_id:
         said = "nothing over the best schedule that was known"
+    elif best.is_predicted and faster(best, seed) == 0.0:
+        said = f"nothing that predictions can tell over {_named(seed, 'the best schedule that was known')}"
     else:
         noise = {None: "", True: ", beyond the noise", False: ", within the noise"}[gains.sure]
         said = f"{_over(best, seed, 'the best schedule that was known')}{noise}"
@@ -84,7 +94,11 @@ def gains_in_words(gains: Gains) -> str | None:
 
 
 def _over(best: TrialRecord, other: TrialRecord, what: str) -> str:
-    return f"{faster(best, other) * 100:.1f} % over {what} ({other.took_us} us, config {other.config_id})"
+    return f"{faster(best, other) * 100:.1f} % over {_named(other, what)}"
+
+
+def _named(row: TrialRecord, what: str) -> str:
+    return f"{what} ({row.took_us} us, config {row.config_id})"
 
 
 def gains_document(gains: Gains | None) -> dict[str, float | bool | None] | None:

@@ -73,8 +73,8 @@ class Views:
     """Functions that need the code of the search as well as the rows.
 
     `knobs` gives the knobs of each row, by name; None where they are not known. `files` gives the artifacts of a
-    campaign, text by path. `gains` says what its search gained: in words, None where that is not known, and as numbers
-    by name.
+    campaign, text by path. `gains` says what its search gained and what answers it: in sentences, None where that is
+    not known, and what it gained as numbers by name.
 
     All are pure: the same rows give the same text.
     """
@@ -186,8 +186,8 @@ def trial_points(record: TrialRecord) -> Iterator[MetricPoint]:
 
 
 def to_points(numbers: Mapping[str, float | None], record: TrialRecord) -> Iterator[MetricPoint]:
-    """Numbers by name as values of series at the step and time of a row, with as many decimals as their unit deserves.
-    Absent ones are left out."""
+    """Numbers by name as values of series at the step and time of a row, with as many decimals as their unit deserves,
+    and as many digits as a prediction has. Absent ones are left out."""
     time_ms = to_ms(record.created_at)
     for name, value in numbers.items():
         if value is not None:
@@ -204,6 +204,8 @@ def _expected_us(record: TrialRecord) -> dict[str, float]:
 
 
 def _rounded(name: str, value: float) -> float:
+    if "predicted" in name and not name.startswith("outcomes/"):
+        return curtailed(value)
     unit = _UNIT.search(name)
     return value if unit is None else round(value, _DECIMALS[unit[1]])
 

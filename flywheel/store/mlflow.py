@@ -336,7 +336,7 @@ def _trial_tags(record: TrialRecord) -> dict[str, str]:
 
 
 def _describe(campaign: Campaign, records: Sequence[TrialRecord], gained: str | None) -> str:
-    """The run's description, in Markdown: the campaign, its best, and what was `gained`, in words."""
+    """The run's description, in Markdown: the campaign, its best, and what was `gained`, in sentences."""
     best, count = best_of(records), len(trials_of(records))
     model, gpu, dtype = map(code_span, (campaign.model, campaign.gpu, campaign.dtype))
     stored = campaign.dtype if campaign.weights is None else campaign.weights
@@ -353,7 +353,7 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord], gained: str | 
     said = f"**{kind}** {took} a {step} ({tokens} tokens/s){_expected(best)}{floor}"
     tied = ", ".join(row_name(record, records) for record in tied_with(best, records))
     said = f"{work}: {said}; {row_name(best, records)}, of {count} trials{f'; **tied** with {tied}' if tied else ''}."
-    return said if gained is None else f"{said} Searching gained {gained}."
+    return said if gained is None else f"{said} {gained}"
 
 
 def _expected(best: TrialRecord) -> str:

@@ -121,9 +121,20 @@ def test_it_takes_what_the_command_takes() -> None:
 def test_a_result_is_a_short_line_and_a_small_table(folder: Path) -> None:
     found = flywheel.evaluate(config=folder / "best.json", measure="predict", store=folder / "flywheel.db")
     assert repr(found).startswith("<EvaluationResult smollm2-135m on l4, bf16, context 512: predicted ")
+    assert "us, measured perhaps " in repr(found) and "us, measured perhaps " in found._repr_html_()
     assert len(repr(found)) < 200
     table = ElementTree.fromstring(found._repr_html_())
     assert 4 < len(table.findall(".//tr")) < 15
+
+
+def test_a_prediction_comes_with_the_measured_answer_of_its_work(tmp_path: Path) -> None:
+    work = {"model": "llama3.2-1b", "gpu": "h100"}
+    found = flywheel.evaluate(config=ScheduleConfig(), **work, dtype="bf16", context=512, measure="predict")
+    assert found.answer is not None
+    said = f"measured {found.answer.latency_us:,.1f} us, shipped schedule llama3.2-1b-h100-bf16-c512-b1"
+    assert said in repr(found) and said in found._repr_html_()
+    assert found.document()["answer"]["shipped"] == "llama3.2-1b-h100-bf16-c512-b1"
+    assert flywheel.evaluate(config=ScheduleConfig(), **WHOLE).answer is None
 
 
 def test_every_field_of_a_result_has_a_type() -> None:

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from flywheel.cli.main import cli
 from flywheel.ir import program_from_json
+from flywheel.measure.latency import RESOLUTION
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
 from flywheel.store.schedule import SHIPPED, load_schedule
@@ -49,6 +50,12 @@ def test_a_predicted_search_answers_with_the_measured_schedule(run: Run) -> None
     assert known.startswith(f"Known: {load_schedule_us():,.1f} us a token ")
     assert re.search(rf"by shipped schedule {SHIPPED_NAME}, measured on NVIDIA H100 .*, kernels \w{{16}}\.$", known)
     assert Path("best.json").read_bytes() == shipped()
+
+
+def test_every_command_that_predicts_says_how_sure_that_is(run: Run) -> None:
+    lowered = run("lower", "--model", "smollm2-135m", "--gpu", "l4", "--output", "p.json")
+    for result in (lowered, run("simulate", "p.json", "--orders", "1"), run("inspect", "p.json")):
+        assert re.search(r"predicted +[\d,]+ us, measured perhaps [\d,]+ to [\d,]+ us", result.output), result.output
 
 
 def test_a_search_of_a_work_that_nobody_measured_says_so_and_names_the_most_similar_shipped_schedule(run: Run) -> None:
@@ -112,12 +119,15 @@ def test_a_search_says_what_it_gained_over_what_was_known_and_names_those_schedu
     document = json.loads(run("search", *work, "--jobs", "1", "--trials", "12", "--json").stdout)
     gained, best = document["gained"], document["best"]
     assert gained["best_us"] == best["predicted_us"] <= gained["seed_us"] <= gained["start_us"]
-    assert gained["over_seed"] == pytest.approx(gained["seed_us"] / gained["best_us"] - 1)
+    over_seed, over_start = (gained[f"{row}_us"] / gained["best_us"] - 1 for row in ("seed", "start"))
+    assert gained["over_seed"] == (0.0 if over_seed < RESOLUTION else pytest.approx(over_seed))
+    assert gained["over_start"] == pytest.approx(over_start) and over_start > RESOLUTION
     assert gained["sure"] is None
     rows = {row.config_id: row for row in from_tsv(run("export", "--format", "tsv").stdout)}
     words = run("campaigns", document["campaign"]).stdout
     for what, least_us in (("the best schedule that was known", gained["seed_us"]),
                            ("the one that a search tries first", gained["start_us"])):  # fmt: skip
-        named = re.search(rf"% over {what} \([\d,]+ us, config ([0-9a-f]{{12}})\)", " ".join(words.split()))
+        over = rf"(?:%|that predictions can tell) over {what}"
+        named = re.search(rf"{over} \([\d,]+ us, config ([0-9a-f]{{12}})\)", " ".join(words.split()))
         assert named is not None, words
         assert rows[named[1]].predicted_us == least_us

@@ -22,7 +22,7 @@ FIELDS = {
     "model", "gpu", "dtype", "context", "batch", "weights", "measure", "outcome", "codes", "reason",
     "predicted_us", "predicted_range_us", "predictor",
     "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers", "floor_us", "floor_fraction",
-    "config_id", "program_id", "tasks", "incumbent", "changed", "notes",
+    "config_id", "program_id", "tasks", "incumbent", "changed", "answer", "notes",
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def test_a_valid_program_fires_completely_and_has_a_prediction(run: Run, program
 
 def test_the_text_shows_units_and_operations(run: Run, program: Path) -> None:
     text = run("simulate", str(program), "--orders", "1").stdout
-    assert "us by the cost model" in text
+    assert "us, by the cost model" in text
     assert re.search(r"an SM +multiply [\d.]+ %, stage [\d.]+ %, other", text)
     assert "down_proj" in text
 

@@ -37,10 +37,33 @@ def test_what_was_gained_is_numbers_with_units_in_their_names(
     assert gains.over_seed is not None
     words, numbers = campaign_gains(campaign, records)
     assert words is not None
+    assert words.startswith("Searching gained ")
     assert "% over the best schedule that was known" in words
     assert numbers["gained/known_us"] == 2100.0
     assert numbers["gained/percent"] == pytest.approx(100 * gains.over_seed)
     assert numbers["gained/percent"] == pytest.approx(100 * (2100.0 / 2037.0 - 1))
+
+
+def test_predictions_gain_nothing_below_what_they_can_tell(make_records: Records, make_campaign: Campaigns) -> None:
+    rows = make_records(2)
+    seed = replace(rows[1], source="seed", trial=0, predicted_us=2009.0, floor_fraction=1500.0 / 2009.0)  # 0.45 % more
+    found = replace(rows[0], trial=1)
+    words, numbers = campaign_gains(make_campaign(), [seed, found])
+    assert words is not None
+    assert words.startswith("Searching gained nothing that predictions can tell over the best schedule that was known")
+    assert numbers["gained/percent"] == 0.0
+    assert numbers["gained/known_us"] == 2010.0
+    slower = replace(seed, predicted_us=2011.0, floor_fraction=1500.0 / 2011.0)  # 0.55 % more
+    assert "Searching gained 0.6 % over" in str(campaign_gains(make_campaign(), [slower, found])[0])
+
+
+def test_the_gain_of_predictions_names_the_measured_answer(make_records: Records, make_campaign: Campaigns) -> None:
+    work = {"model": "llama3-8b", "gpu": "h100"}
+    words, _ = campaign_gains(make_campaign(**work), make_records(2, **work))
+    answer = "The answer is measured: 5,000.1 us by shipped schedule llama3-8b-h100-bf16-c512-b1."
+    assert words is not None and words.endswith(answer)
+    records = [timed(row, 5100.0, predicted_us=None, predictor=None) for row in make_records(2, **work)]
+    assert answer not in str(campaign_gains(make_campaign(**work), records)[0])
 
 
 def test_of_a_model_that_is_gone_no_gain_is_known(make_records: Records, make_campaign: Campaigns) -> None:

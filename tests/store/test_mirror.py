@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.measure.latency import curtailed
 from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import (
@@ -70,7 +71,7 @@ def test_the_best_so_far_falls_and_ends_at_the_least(make_record: Records, times
     best = [value for _, value in series(records, "best_us/predicted")]
     assert best == sorted(best, reverse=True)
     feasible = [us for us in times if us is not None]
-    assert best[-1:] == ([round(min(feasible), 1)] if feasible else [])
+    assert best[-1:] == ([curtailed(min(feasible))] if feasible else [])
 
 
 def test_parameters_are_the_spec_and_the_environment_without_what_is_absent(
@@ -98,6 +99,14 @@ def test_a_trials_numbers_are_those_that_it_has(make_record: Records) -> None:
     names = {point.name for point in trial_points(make_record("measured", trial=4))}
     assert {"latency_us", "p10_us", "p90_us"} <= names
     assert "predicted_us" not in names
+
+
+def test_predicted_numbers_have_no_more_digits_than_predictions_have(make_record: Records) -> None:
+    record = make_record(trial=0, predicted_us=5040.63, floor_us=4480.6, floor_fraction=4480.6 / 5040.63)
+    told = {point.name: point.value for point in (*campaign_points([record]), *trial_points(record))}
+    wanted = {"best_us/predicted": 5040.0, "predicted/latency_us": 5040.0, "predicted_us": 5040.0,
+              "tokens_per_s/predicted": 198.0, "floor_fraction/predicted": 0.889}  # fmt: skip
+    assert wanted.items() <= told.items()
 
 
 def test_passwords_are_not_shown() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.ir.show import escaped
+from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.workload import Workload
@@ -40,6 +42,21 @@ class Known:
         gpu = self.origin.gpu_name or "a GPU that the row does not name"
         kernels = "" if self.origin.kernels is None else f", kernels {self.origin.kernels}"
         return f"{gpu}, {self.origin.created_at[:10]}{kernels}"
+
+
+def known_document(known: Known, batch: int) -> dict[str, Any]:
+    """A measured schedule of a work of `batch` sequences, JSON-ready. `shipped` is its name if it comes with flywheel;
+    `campaign` and `trial` are those of its row."""
+    origin = known.origin
+    return {
+        "config_id": known.config.config_id,
+        "latency_us": known.latency_us,
+        "tokens_per_s": tokens_per_s(known.latency_us, batch),
+        "shipped": None if isinstance(origin, TrialRecord) else origin.stem,
+        "campaign": origin.campaign,
+        "trial": origin.trial,
+        **{name: getattr(origin, name) for name in ("gpu_name", "kernels", "created_at")},
+    }
 
 
 def answer_of(best: TrialRecord | None, before: Known | None) -> Known | None:
