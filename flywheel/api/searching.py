@@ -18,7 +18,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.campaign import CampaignResult, Progress
 from flywheel.search.gains import Gains, gains_in_words, gains_of
-from flywheel.search.knowledge.known import Known, answer_of
+from flywheel.search.knowledge.known import Known
 from flywheel.search.provenance import find_campaign, origin_text
 from flywheel.search.run import Start, run_search
 from flywheel.search.spec import DEFAULT_PREDICTIONS, CampaignSpec, check_name
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class SearchResult:
     """How a search ended.
 
-    `answer` is the measured schedule that answers it: the campaign's own best, or for a campaign that only predicted,
-    the best known one of exactly this work, from the store or shipped. It is None where none was measured. `best` is
+    `answer` is the measured schedule that answers it: the campaign's own best, or one of exactly this work, from the
+    store or shipped, that is faster and that the campaign did not measure; None where none was measured. `best` is
     the row of the campaign's fastest schedule and `config` is that schedule. Both are None where no trial was feasible.
     `gained` says what the search gained over the schedules that it began with.
 
@@ -79,7 +79,7 @@ class SearchResult:
             found = f"nothing feasible in {self.trials:,} trials"
         else:
             found = f"{self.best.took}, the best of {self.trials:,} trials"
-        if self.answer is None or self.answer.origin is self.best:
+        if self.answer is None or self.answer.origin == self.best:
             return found
         return f"{found}; measured {self.answer.latency_us:,.1f} us by {self.answer.words}"
 
@@ -196,7 +196,7 @@ def _found(result: CampaignResult, url: str, start: Start, notes: tuple[Note, ..
         config=None if best is None else config_from_dict(json.loads(best.config)),
         outcomes=result.outcomes, trials=result.trials, new_trials=result.new_trials, elapsed_s=result.elapsed_s,
         stopped=result.stopped, tied=result.tied, notes=(*notes, *start.notes),
-        answer=answer_of(best, start.best_known), gained=gains,
+        answer=result.answer, gained=gains,
     )  # fmt: skip
 
 

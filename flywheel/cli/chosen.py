@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from flywheel.decode.source import Source
     from flywheel.search.workload import Workload
     from flywheel.store.campaign import Campaign
+    from flywheel.store.sql import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,53 +82,47 @@ def campaign_named(url: str, name: str | None) -> Campaign:
 
 
 def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) -> list[Chosen]:
-    """The best known schedule of each workload, from one campaign of the store or from all.
+    """The best known schedule of each workload, by `best_known`, of one campaign of the store or of all.
 
-    Where the store has none and no campaign is named, it is the shipped schedule. Raises StoreError, and
-    UnknownNameError with the search to run where there is no schedule.
+    Where nothing was measured and no campaign is named, it is the shipped one of another context or batch. Raises
+    StoreError, and UnknownNameError with the search to run where there is no schedule.
     """
-    if url is not None:
-        return _from_store(workloads, url, campaign)
-    return [_shipped(workload, DEFAULT_STORE) for workload in workloads]
-
-
-def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -> list[Chosen]:
-    from flywheel.ir import config_from_dict
-    from flywheel.search.knowledge.known import best_of_work
-    from flywheel.search.provenance import row_title
     from flywheel.store.sql import open_store
 
-    chosen = []
+    if url is None:
+        return [_known(workload, None, None) for workload in workloads]
     with open_store(url, create=False) as store:
-        for workload in workloads:
-            row = best_of_work(store, workload, measured=True, campaign=campaign)
-            if row is None:
-                if campaign is not None:
-                    raise _nothing_known(workload, store.name, campaign)
-                chosen.append(_shipped(workload, store.name))
-                continue
-            columns = ("campaign", "trial", "config_id", "latency_us", "program_id", "imported_from", "created_at")
-            origin = {"title": row_title(store, row), **{name: getattr(row, name) for name in columns}}
-            chosen.append(Chosen(workload, config_from_dict(json.loads(row.config)), origin))
-    return chosen
+        return [_known(workload, store, campaign) for workload in workloads]
 
 
-def _shipped(workload: Workload, store: str) -> Chosen:
-    """The shipped schedule of the workload, else one found at another context or batch. Raises UnknownNameError."""
+def _known(workload: Workload, store: Store | None, campaign: str | None) -> Chosen:
     from flywheel.decode.notes import Note
+    from flywheel.measure.record import TrialRecord
+    from flywheel.search.knowledge.known import best_known
     from flywheel.search.knowledge.shipped import find_shipped
+    from flywheel.search.provenance import row_title
 
-    fit = find_shipped(workload)
-    if fit is None:
-        raise _nothing_known(workload, store)
+    told: list[str] = []
+    found = best_known(workload, store, campaign=campaign, tell=told.append)
+    fit = None if campaign is not None else find_shipped(workload)
+    origin: dict[str, Any]
+    if found is not None and isinstance(row := found.origin, TrialRecord):
+        assert store is not None
+        config, columns = found.config, ("campaign", "trial", "config_id", "latency_us", "program_id", "imported_from",
+                                         "created_at")  # fmt: skip
+        origin = {"title": row_title(store, row), **{name: getattr(row, name) for name in columns}}
+    elif fit is not None:
+        config, why = fit.config, "" if told else "the store has no measurement; "
+        told.append(f"{why}taking the shipped schedule {fit.shipped.name}")
+        origin = {"file": f"shipped {fit.shipped.name}", "config_id": fit.config.config_id, "exact": fit.exact,
+                  "table": fit.shipped.table}  # fmt: skip
+    else:
+        raise _nothing_known(workload, DEFAULT_STORE if store is None else store.name, campaign, told)
     work = f"context {workload.context}, batch {workload.batch}"
-    told = f"{work}: the store has no measurement; taking the shipped schedule {fit.shipped.name}"
-    origin = {"file": f"shipped {fit.shipped.name}", "config_id": fit.config.config_id, "exact": fit.exact,
-              "table": fit.shipped.table}  # fmt: skip
-    return Chosen(workload, fit.config, origin, (Note("schedule", told),))
+    return Chosen(workload, config, origin, tuple([Note("schedule", f"{work}: {line}") for line in told]))
 
 
-def _nothing_known(workload: Workload, store: str, campaign: str | None = None) -> UnknownNameError:
+def _nothing_known(workload: Workload, store: str, campaign: str | None, told: Sequence[str]) -> UnknownNameError:
     model, gpu, dtype, context, batch = (
         workload.model, workload.gpu, workload.dtype, workload.context, workload.batch,
     )  # fmt: skip
@@ -136,7 +130,8 @@ def _nothing_known(workload: Workload, store: str, campaign: str | None = None) 
     search += [] if workload.weights is None else ["--weights", workload.weights]
     search += [*(["--batch", str(batch)] if batch > 1 else []), "--measure", "cuda"]
     where = f"store {store}" + ("" if campaign is None else f", campaign {campaign!r}")
+    work = work_named(model, gpu, dtype, context, batch, workload.weights)
     return UnknownNameError(
-        f"{where}: no measured schedule of {work_named(model, gpu, dtype, context, batch, workload.weights)}; "
+        f"{where}: no measured schedule of {work}{''.join(f' ({line})' for line in told)}; "
         f"find one with: {shlex.join(search)}, or give another's with --config"
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from flywheel.cli.exits import REJECTED
+from flywheel.cli.files import announce
 from flywheel.cli.options import (
     OutputFile,
     SharedOption,
@@ -151,10 +152,10 @@ def _on_gpu(name: str, store: str, work: dict[str, Any]) -> Side:
         raise UsageError(f"compare: {name} is a GPU; --model says of which model")
     workload = _workload(name, work)
     if "://" not in store and not Path(store).exists():
-        known = best_known(workload, None)
+        known = best_known(workload, None, tell=announce)
     else:
         with open_store(store, create=False) as opened:
-            known = best_known(workload, opened)
+            known = best_known(workload, opened, tell=announce)
     if known is None:
         raise UnknownNameError(f"compare: nothing was measured of {work['model']} on {name}; flywheel search predicts")
     if isinstance(known.origin, TrialRecord):

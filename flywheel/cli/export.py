@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from flywheel.cli.files import as_stored
+from flywheel.cli.files import announce, as_stored
 from flywheel.cli.options import (
     DEFAULTS,
     STDOUT,
@@ -116,7 +116,7 @@ def export(
             _write_study(opened, wanted, output, as_json)
             return
         if form == "bundle":
-            answer = _answer(opened, wanted, measured)
+            answer = _answer(opened, wanted, measured, campaign)
             _show_bundle(bundle_answer(opened, answer, output), output, as_json)
             return
         if form in ("tsv", "csv"):
@@ -127,7 +127,7 @@ def export(
             document = _t4(_rows(opened, wanted, None), measured)
             text, facts = dump_t4(document), {"trials": len(document["results"])}
         else:
-            text, facts = _one(form, opened, _answer(opened, wanted, measured))
+            text, facts = _one(form, opened, _answer(opened, wanted, measured, campaign))
     _hand_out(form, text, facts, output, as_json)
 
 
@@ -210,18 +210,36 @@ def _t4(records: list[TrialRecord], measured: bool | None) -> dict[str, Any]:
     return document
 
 
-def _answer(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> TrialRecord | Shipped:
-    """The row of `_best`; where it is only predicted, and predictions were not asked for, the shipped schedule of its
-    work, if there is one. A measurement goes before a prediction."""
-    from flywheel.search.knowledge.known import best_known
+def _answer(
+    store: Store, wanted: Mapping[str, Any], measured: bool | None, campaign: str | None
+) -> TrialRecord | Shipped:
+    """The measured schedule that answers for the row of `_best`: of the `campaign` that the user named, else the best
+    that is known of the row's work. A prediction is the answer where predictions were asked for, or nothing was
+    measured. Raises as `_best` and, where this version lowers no such row, UnknownNameError."""
+    from flywheel.search.knowledge.known import answer_of, best_known
+    from flywheel.search.knowledge.lowered import best_of_work
 
     record = _best(store, wanted, measured)
-    known = None if measured is False or record.latency_us is not None else best_known(_work_of(record), store)
-    if known is None:
+    try:
+        work = _work_of(record)
+    except FlywheelError:  # its checkpoint is not on this machine, so nothing else is known of its work
         return record
-    note(f"{known.words}, measured {us(known.latency_us)} on {known.measured_on}, goes before the prediction of "
-         f"{record.campaign}, {us_of(record)}; --predicted exports that")  # fmt: skip
-    return known.origin
+    if record.is_predicted:
+        known = None if measured is False else best_known(work, store, tell=announce)
+    elif campaign is None and "campaign" in wanted:
+        known = answer_of(work, store, wanted["campaign"], best_known(work, store, tell=announce))
+    else:
+        known = best_known(work, store, campaign=campaign, tell=announce)
+    if known is not None and record.is_predicted:
+        note(f"{known.words}, measured {us(known.latency_us)} on {known.measured_on}, goes before the prediction of "
+             f"{record.campaign}, {us_of(record)}; --predicted exports that")  # fmt: skip
+    if known is not None:
+        return known.origin
+    own = wanted.get("campaign")
+    row = best_of_work(store, work, measured=False, campaign=own, predictor=record.predictor, tell=announce)
+    if row is None or not record.is_predicted:
+        raise UnknownNameError(f"export: this version lowers no {record.kind} schedule of {record.campaign}")
+    return row
 
 
 def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str | Iterable[str], dict[str, Any]]:

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     "--config",
     "schedule_file",
     metavar="FILE|-",
-    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the store's best for this workload, else the "
-    "shipped one, else the one that a search tries first]",
+    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the fastest that is known of this workload, in "
+    "the store or shipped, else the one that a search tries first]",
 )
 @click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
               help="Speculative decoding: draft up to N tokens from the text so far.")  # fmt: skip

@@ -182,7 +182,6 @@ def search(
 def _present(start: Start, result: CampaignResult, store: str, output: Path | None, form: str) -> None:
     """Show how the search ended, on stdout, and write its answer where a file is asked for."""
     from flywheel.cli.searched import document, show_found
-    from flywheel.search.knowledge.known import answer_of
 
     match form:
         case "jsonl":
@@ -191,8 +190,7 @@ def _present(start: Start, result: CampaignResult, store: str, output: Path | No
             show_json(document(start, result, store))
         case _:
             show_found(start, result, store, output)
-    answer = answer_of(result.best, start.best_known)
-    origin = result.best if answer is None else answer.origin
+    origin = result.best if result.answer is None else result.answer.origin
     if output is not None and origin is not None:
         write_file(output, _schedule(store, origin))
 

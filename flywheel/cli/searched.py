@@ -29,7 +29,7 @@ from flywheel.measure.latency import band_of
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, row_name
 from flywheel.search.gains import gained, gains_document, gains_in_words
-from flywheel.search.knowledge.known import Known, answer_of, known_document
+from flywheel.search.knowledge.known import Known, known_document
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 from flywheel.store.schedule import Shipped
@@ -54,8 +54,7 @@ _UNCERTAIN: Final = "no final was run; the best may be best by chance"
 
 def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]:
     """How the search ended, JSON-ready."""
-    spec, best = start.spec, result.best
-    answer = answer_of(result.best, start.best_known)
+    spec, best, answer = start.spec, result.best, result.answer
     gains = None if best is None else gained(_space(spec), _rows(store, result))
     return {
         "campaign": result.name,
@@ -99,7 +98,7 @@ def document(start: Start, result: CampaignResult, store: str) -> dict[str, Any]
 
 def _headline(spec: CampaignSpec, result: CampaignResult, answer: Known | None) -> str:
     best = result.best
-    if best is not None and (answer is None or answer.origin is best):
+    if best is not None and (answer is None or answer.origin == best):
         floor = f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
         if best.latency_us is not None:
             return f"{spec.work}: {best.kind} {us_a_token(best.latency_us, spec.batch)}; {floor}"
@@ -112,10 +111,11 @@ def _headline(spec: CampaignSpec, result: CampaignResult, answer: Known | None) 
 
 
 def _beaten(best: TrialRecord | None, answer: Known | None) -> str | None:
-    """That a measured schedule goes before this search's prediction, if one does."""
-    if answer is None or best is None or answer.origin is best:
+    """That a schedule measured elsewhere goes before the best of this search, if one does."""
+    if answer is None or best is None or answer.origin == best:
         return None
-    assert best.predicted_us is not None  # what was measured is an answer itself
+    if best.predicted_us is None:
+        return f"{us_of(best)}, measured, for the best of this search"
     band = band_of(best.gpu, best.predictor or "")
     return (
         f"{us_of(best)} for the best of this search, {band.words(best.predicted_us)}; a prediction does not replace a "
@@ -148,8 +148,7 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
     """Show how the search ended, and what to do next."""
     from flywheel.store.places import make_store_url, store_name
 
-    spec, best = start.spec, result.best
-    answer = answer_of(result.best, start.best_known)
+    spec, best, answer = start.spec, result.best, result.answer
     show(_headline(spec, result, answer))
     rows = _rows(store, result)
     rate = ""
@@ -165,8 +164,8 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
                 ("outcomes", counts(result.outcomes)),
                 ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
                 ("steered", _steered(result)),
-                ("measured on", None if answer is None or answer.origin is best else answer.measured_on),
-                ("predicted", _beaten(best, answer)),
+                ("measured on", None if answer is None or answer.origin == best else answer.measured_on),
+                ("predicted" if best is None or best.is_predicted else "this search", _beaten(best, answer)),
                 ("range", None if best is None or answer is not None else _range(best)),
                 *(_found(_space(spec), best, rows) if best is not None else ()),
                 ("tied", ties((row_name(record, rows), record.latency_us) for record in result.tied)),

@@ -35,7 +35,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @command
 @click.option("--model", required=True, metavar="NAME|DIR", help="Directory of a checkpoint or bundle, or a name.")
 @click.option("--config", "schedule", metavar="FILE",
-              help="Exported schedule.  [default: the store's best, else the shipped one that fits best]")
+              help="Exported schedule.  [default: the fastest that is known, else the shipped one that fits best]")
 @click.option("--gpu", metavar="NAME", help="GPU to lower for.  [default: this machine's]")
 @click.option("--dtype", metavar="bf16|f16|f32",
               help="Type of activations and unquantised weights.  [default: the schedule's or the checkpoint's]")

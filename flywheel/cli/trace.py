@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flywheel.cli.decoding import check_device, lower_model, notes_of_program, open_model
-from flywheel.cli.files import announce_notes, load_config
+from flywheel.cli.files import announce, announce_notes, load_config
 from flywheel.cli.options import (
     DEFAULTS,
     OutputFile,
@@ -122,16 +122,22 @@ def trace(
 
 
 def _best(store: str, campaign: str) -> Schedule:
-    """The best schedule of a campaign: measured if any is, else predicted. Raises UnknownNameError, StoreError."""
+    """The best schedule of a campaign that this version lowers: measured if any is, else predicted. Raises
+    UnknownNameError, StoreError."""
     from flywheel.ir import config_from_dict
     from flywheel.measure.standing import best_of, row_name
+    from flywheel.search.knowledge.lowered import best_of_work
+    from flywheel.search.knowledge.warm import work_of
     from flywheel.search.provenance import find_campaign
     from flywheel.store.sql import open_store
 
     with open_store(store, create=False) as opened:
         origin = find_campaign(opened, campaign)
         records = opened.trials(origin.name)
-        best = best_of(records)
+        best, workload = best_of(records), work_of(origin)
+        if best is not None and workload is not None:
+            measured = not best.is_predicted
+            best = best_of_work(opened, workload, measured=measured, campaign=origin.name, tell=announce)
         if best is None:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
     note(f"{best.campaign}, {row_name(best, records)}: {best.kind} {us_of(best)}")

@@ -17,7 +17,7 @@ from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Contest, Measured, TrialOutcome
 from flywheel.measure.record import TrialRecord
 from flywheel.search.knobs import Value, check_kernels
-from flywheel.search.knowledge.known import best_of_work
+from flywheel.search.knowledge.lowered import best_of_work
 from flywheel.search.noise import Gain, gain
 from flywheel.search.space import Space, make_space
 from flywheel.search.trials import measuring, predicting

@@ -24,6 +24,7 @@ from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.search.finals import hold_final
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.knowledge.importing import priors_of
+from flywheel.search.knowledge.known import Known
 from flywheel.search.knowledge.warm import starts_of
 from flywheel.search.noise import gain
 from flywheel.search.rows import to_record
@@ -59,7 +60,8 @@ class CampaignResult:
     """How a run of a campaign ended. `stopped` is trials, time, until, patience, exhausted or interrupted.
 
     `tied` are the rows that a final could not tell from `best`. `foreseen` sums up the predictions that this run made
-    to choose its measurements; none of them is a trial.
+    to choose its measurements; none of them is a trial. `answer` is the measured schedule that answers the search, None
+    where none was measured; `run_search` looks it up.
     """
 
     name: str
@@ -71,6 +73,7 @@ class CampaignResult:
     stopped: str
     tied: tuple[TrialRecord, ...] = ()
     foreseen: Foreseen = field(default_factory=Foreseen)
+    answer: Known | None = None
 
 
 WatchProgress = Callable[[Progress], None]

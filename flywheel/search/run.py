@@ -15,7 +15,7 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.knobs import check_kernels
-from flywheel.search.knowledge.known import Known, best_known
+from flywheel.search.knowledge.known import Known, answer_of, best_known
 from flywheel.search.knowledge.warm import WarmStart, starts_of
 from flywheel.search.opening import open_campaign, resumed
 from flywheel.search.sampling.foresight import Foresight, is_calibrated
@@ -35,7 +35,8 @@ class Start:
     its space, its environment, and the `starts` that the store or the package has for it.
 
     `predictor` is the version of the cost model that predictions would use. `best_known` is the best schedule of this
-    very work that was measured before. `notes` are what users should know of the model's weights.
+    very work that was measured before. `notes` are what users should know of the model's weights, and of measurements
+    that were passed over.
     """
 
     spec: CampaignSpec
@@ -98,12 +99,14 @@ def run_search(
             campaign = store.campaign(name)
             starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
             searched = sum(size > 1 for size in sizes)
-            before = best_known(workload, store)
-            notes = notes_of_search(workload, spec.measure == "cuda")
+            told: list[str] = []
+            before = best_known(workload, store, tell=told.append)
+            notes = notes_of_search(workload, spec.measure == "cuda") + tuple([Note("schedule", line) for line in told])
             counts = known, searched, prod(sizes)
             announce(Start(spec, name, *counts, environment, starts, predictor.version, before, notes))
             campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor, steering)
-            return replace(campaign_run.run(watch, interrupted), foreseen=foresight.said)
+            result = campaign_run.run(watch, interrupted)
+            return replace(result, foreseen=foresight.said, answer=answer_of(workload, store, name, before))
 
 
 @contextmanager

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from flywheel.decode.notes import Note, notes_of_defaults
 from flywheel.decode.source import Source
 from flywheel.errors import ConfigError, UnknownNameError
-from flywheel.ir import ScheduleConfig, config_from_dict
+from flywheel.ir import ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, default_context, find_target, gpus_of, with_ranks
 from flywheel.store.campaign import work_named
-from flywheel.store.schedule import Schedule
+from flywheel.store.schedule import Schedule, Shipped
 
 TRIED_FIRST: Final = "what a search tries first"
 
@@ -71,19 +70,20 @@ def notes_of_work(workload: Workload, schedule: Schedule | None, **asked: object
 
 
 def choose_schedule(workload: Workload, store: str | None = None) -> ChosenConfig:
-    """The best measured schedule that a store (a URL or file) has of the workload, else the shipped one for it, else
-    the schedule that a search tries first. One that this version does not lower gives way to the next. Raises
-    StoreError."""
-    why = ""
-    for known in _known(workload, store):
-        try:
-            lower(workload.graph, known.config, workload.target)
-        except ConfigError as error:
-            why += f"; the {known.words.partition(',')[0]} does not fit: {error}"
-        else:
-            return ChosenConfig(known.config, known.words + why)
-    space = make_space(workload)
-    return ChosenConfig(space.to_config(space.known_good()[0]), TRIED_FIRST + why)
+    """The best known schedule of the workload in a store (a URL or file) or shipped, by `best_known`, else the shipped
+    one of another context or batch, else the schedule that a search tries first. The words say what was passed over.
+    Raises StoreError."""
+    told: list[str] = []
+    known = _best_known(workload, store, told)
+    shipped = _shipped(workload) if known is None else None
+    if known is not None:
+        chosen = known
+    elif shipped is not None and _lowers(shipped, workload, told):
+        chosen = shipped
+    else:
+        space = make_space(workload)
+        chosen = ChosenConfig(space.to_config(space.known_good()[0]), TRIED_FIRST)
+    return replace(chosen, words="; ".join([chosen.words, *told]))
 
 
 def choose_shipped(workload: Workload) -> ChosenConfig:
@@ -95,16 +95,6 @@ def choose_shipped(workload: Workload) -> ChosenConfig:
     return shipped
 
 
-def _known(workload: Workload, store: str | None) -> Iterator[ChosenConfig]:
-    """Schedules that were measured, in the order in which they are taken."""
-    best = None if store is None else _best_of(workload, store)
-    if best is not None:
-        yield best
-    shipped = _shipped(workload)
-    if shipped is not None:
-        yield shipped
-
-
 def _shipped(workload: Workload) -> ChosenConfig | None:
     fit = find_shipped(workload)
     if fit is None:
@@ -113,14 +103,23 @@ def _shipped(workload: Workload) -> ChosenConfig | None:
     return ChosenConfig(fit.config, f"shipped schedule {fit.shipped.stem}, {found}")
 
 
-def _best_of(workload: Workload, url: str) -> ChosenConfig | None:
-    """The best measured schedule of the workload in a store; None if there is none."""
-    from flywheel.search.knowledge.known import best_of_work
+def _best_known(workload: Workload, url: str | None, told: list[str]) -> ChosenConfig | None:
+    from flywheel.search.knowledge.known import best_known
     from flywheel.store.sql import open_store
 
-    with open_store(url, create=False) as store:
-        row = best_of_work(store, workload, measured=True)
-    if row is None:
+    with nullcontext() if url is None else open_store(url, create=False) as store:
+        known = best_known(workload, store, tell=told.append)
+    if known is None:
         return None
-    words = f"trial {row.trial} of campaign {row.campaign}, measured {row.latency_us:,.1f} us"
-    return ChosenConfig(config_from_dict(json.loads(row.config)), words)
+    where = " where it was found" if isinstance(known.origin, Shipped) else ""
+    return ChosenConfig(known.config, f"{known.words}, measured {known.latency_us:,.1f} us{where}")
+
+
+def _lowers(shipped: ChosenConfig, workload: Workload, told: list[str]) -> bool:
+    """Whether a shipped schedule that was carried over is lowered; why not is told."""
+    try:
+        lower(workload.graph, shipped.config, workload.target)
+    except ConfigError as error:
+        told.append(f"the {shipped.words.partition(',')[0]} does not fit: {error}")
+        return False
+    return True

@@ -10,6 +10,7 @@ from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.ir.show import escaped
 from flywheel.measure.latency import tokens_per_s
 from flywheel.measure.record import TrialRecord
+from flywheel.search.knowledge.lowered import Tell, best_of_work, silent
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.workload import Workload
 from flywheel.store.schedule import Shipped
@@ -59,31 +60,49 @@ def known_document(known: Known, batch: int) -> dict[str, Any]:
     }
 
 
-def answer_of(best: TrialRecord | None, before: Known | None) -> Known | None:
-    """The measured schedule that answers a search with the `best` row: that row, or for a search that only predicted,
-    the best one that was known `before` of this very work. None where none was measured: then the best prediction is
-    all there is."""
-    if best is None or best.latency_us is None:
-        return before
-    return Known(config_from_dict(json.loads(best.config)), best.latency_us, best)
+def best_known(
+    workload: Workload, store: Store | None, *, campaign: str | None = None, tell: Tell = silent
+) -> Known | None:
+    """The fastest schedule that was measured of exactly this workload: the store's best row that this version lowers,
+    or the shipped one. With a `campaign`, only its rows count. None where nothing was measured.
+
+    The row stays the best, though the shipped schedule is faster elsewhere, if its campaign measured that one, too.
+    `tell` gets a line for each measurement that is passed over, with the reason. Raises StoreError.
+    """
+    row = None if store is None else best_of_work(store, workload, measured=True, campaign=campaign, tell=tell)
+    own, fit = None if row is None else _of_row(row), find_shipped(workload) if campaign is None else None
+    if fit is None or not fit.exact:
+        return own
+    shipped = Known(fit.config, fit.shipped.median_us, fit.shipped)
+    if own is None or store is None:
+        return shipped
+    if not _goes_before(shipped, own, store):
+        return own
+    tell(f"{shipped.words}, measured {shipped.latency_us:,.1f} us, goes before {own.words}, {own.latency_us:,.1f} us")
+    return shipped
 
 
-def best_of_work(
-    store: Store, workload: Workload, *, measured: bool, campaign: str | None = None, predictor: str | None = None
-) -> TrialRecord | None:
-    """The best row of a workload by `Store.best`, from any campaign or from one; None where there is none."""
-    return store.best(
-        measured=measured, campaign=campaign, model=workload.model, gpu=workload.gpu, dtype=workload.dtype,
-        context=workload.context, batch=workload.batch, weights=workload.stored, predictor=predictor,
-    )  # fmt: skip
+def answer_of(workload: Workload, store: Store, campaign: str, before: Known | None) -> Known | None:
+    """The measured schedule that answers the search `campaign`: its best row that this version lowers, or the best one
+    that was known `before`, if that is faster and the campaign did not measure it. None where nothing was measured:
+    then the best prediction is all there is. Raises StoreError."""
+    own = best_known(workload, store, campaign=campaign)
+    if own is None or before is None:
+        return own or before
+    return before if _goes_before(before, own, store) else own
 
 
-def best_known(workload: Workload, store: Store | None) -> Known | None:
-    """The store's best measured schedule of the workload, else the shipped one of exactly this workload; None where
-    nothing was measured. Raises StoreError."""
-    row = None if store is None else best_of_work(store, workload, measured=True)
-    if row is not None:
-        assert row.latency_us is not None
-        return Known(config_from_dict(json.loads(row.config)), row.latency_us, row)
-    fit = find_shipped(workload)
-    return Known(fit.config, fit.shipped.median_us, fit.shipped) if fit is not None and fit.exact else None
+def _goes_before(other: Known, own: Known, store: Store) -> bool:
+    """Whether a schedule is faster than a row of the store. What the row's own campaign measured of it counts for more:
+    that was on the same GPU and kernels."""
+    assert isinstance(own.origin, TrialRecord)
+    if other.latency_us >= own.latency_us:
+        return False
+    same = other.config.config_id
+    rows = store.trials(own.origin.campaign)
+    return own.origin.is_doubtful or not any(each.config_id == same and each.latency_us is not None for each in rows)
+
+
+def _of_row(row: TrialRecord) -> Known:
+    assert row.latency_us is not None
+    return Known(config_from_dict(json.loads(row.config)), row.latency_us, row)

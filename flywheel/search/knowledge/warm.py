@@ -27,6 +27,7 @@ from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.plan import is_current
 from flywheel.plan.kernels import BULK_COPY_ARCH
 from flywheel.search.knobs import Choice, Value
+from flywheel.search.knowledge.lowered import best_of_work
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of
 from flywheel.store.campaign import Campaign
@@ -162,13 +163,14 @@ def choose_starts(store: Store, space: Space, measure: str, predictor: str = MOD
     works: dict[str, tuple[Workload, list[Campaign]]] = {}
     for summary in store.campaigns():
         work = work_of(summary.campaign)
-        if work is not None and (summary.best_measured_us, summary.best_predicted_us) != (None, None):
+        timed = summary.best_measured_us, summary.best_imported_us, summary.best_predicted_us
+        if work is not None and any(best is not None for best in timed):
             works.setdefault(identity_of(work), (work, []))[1].append(summary.campaign)
     ordered = sorted((distance(work, workload), identity) for identity, (work, _) in works.items())
     starts: list[WarmStart] = []
     for apart, identity in ordered:
         work, campaigns = works[identity]
-        best = _best(store, campaigns, measure, predictor)
+        best = _best(store, work, campaigns, measure, predictor)
         same = identity == identity_of(workload)
         if best is not None and not (same and _answers(store, best, measure, predictor)):
             starts.append(_start(best, work, space, apart))
@@ -229,10 +231,13 @@ def identity_of(work: Workload) -> str:
     return f"{work.gpu} {work.dtype} {work.context:012} {work.batch} {work.weights} {decoder}"
 
 
-def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: str) -> TrialRecord | None:
+def _best(
+    store: Store, work: Workload, campaigns: Sequence[Campaign], measure: str, predictor: str
+) -> TrialRecord | None:
     for own in (True, False):
         found = [
-            store.best(measured=campaign.measure == "cuda", campaign=campaign.name)
+            best_of_work(store, _named(work, campaign.model), measured=campaign.measure == "cuda",
+                         campaign=campaign.name)
             for campaign in campaigns
             if (campaign.measure == measure) is own
         ]
@@ -240,6 +245,11 @@ def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: 
         if records:
             return min(records, key=partial(_rank, predictor))
     return None
+
+
+def _named(work: Workload, model: str) -> Workload:
+    """The work of a model that another campaign calls by that name; its graph is computed once where they agree."""
+    return work if work.model == model else replace(work, model=model)
 
 
 def _rank(predictor: str, record: TrialRecord) -> tuple[bool, float, str, int]:

@@ -227,8 +227,18 @@ def test_measurements_of_the_same_work_are_a_start_once_the_kernels_have_changed
     rows = [measured(record) for record in site.store.trials("elsewhere")]
     site.add("now", on("a100"), "cuda", rows)
     assert [start.campaign for start in choose_starts(site.store, make_space(on("a100")), "cuda")] == ["elsewhere"]
+    site.search("longer", on("l4", 128))
+    rows = [measured(record) for record in site.store.trials("longer")]
     site.add("before", on("l4"), "cuda", [replace(record, kernels="older") for record in rows])
     assert choose_starts(site.store, make_space(on("l4")), "cuda")[0].campaign == "before"
+
+
+def test_imported_measurements_of_another_work_are_a_start(site: Site) -> None:
+    site.search("made", on("h200"))
+    row = replace(measured(site.store.trials("made")[-1]), imported_from="elsewhere")
+    site.store.delete_campaign("made")
+    site.add("table", on("h200"), "cuda", [row])
+    assert [start.campaign for start in choose_starts(site.store, make_space(HOME), "predict")] == ["table"]
 
 
 def test_of_one_work_latencies_of_the_campaigns_own_kind_decide(site: Site) -> None:
