@@ -11,7 +11,7 @@ from typing import Any, Final
 from flywheel.cost_model import Predictor, open_predictor
 from flywheel.decode.notes import Note
 from flywheel.ir import ScheduleConfig
-from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.files import read_json
 from flywheel.ir.show import escaped, html_table
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import band_of, rounded
@@ -212,7 +212,7 @@ def _read(config: ScheduleConfig | Schedule | Mapping[str, Any] | str | Path) ->
         return config, None
     if isinstance(config, Mapping):
         return config_from_document(dict(config), "config")
-    return config_from_document(parse_json(read_text(Path(config))), str(config))
+    return config_from_document(read_json(Path(config)), str(config))
 
 
 def _result(

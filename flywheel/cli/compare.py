@@ -25,7 +25,9 @@ from flywheel.cli.options import (
 from flywheel.cli.text import note, pairs, show, show_json, show_table
 from flywheel.errors import FlywheelError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS
-from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.files import parse_json, read_json
+from flywheel.ir.show import listed
+from flywheel.store.campaign import work_named
 
 if TYPE_CHECKING:
     from flywheel.report.sides import Difference, Side
@@ -70,14 +72,19 @@ def compare(
     (flywheel schedules) or, with --model, a GPU: then the best schedule that was measured there. Measured and predicted
     times are never compared.
     """
-    from flywheel.report.sides import difference, drawn
+    from flywheel.report.sides import difference, different, drawn
 
+    given = [option for option, value in work.items() if value is not None]
+    if given and not any(_is_gpu(name, work) for name in (first, second)):
+        raise UsageError(f"compare: --{given[0]} goes with GPUs, and neither {first} nor {second} is one")
     sides = [_side(name, store, work) for name in (first, second)]
-    found = difference(*sides)
+    found, apart = difference(*sides), different(*sides)
     if most is not None and found is None:
         raise UsageError("compare: --fail-if-slower compares two measured or two predicted schedules, not one of each")
+    if most is not None and apart:
+        raise UsageError(f"compare: --fail-if-slower compares schedules of one work; these differ in {listed(apart)}")
     slower = most is not None and found is not None and found.slower > most
-    document = _document(sides, found, _changed(*sides))
+    document = _document(sides, found, _changed(*sides)) | {"different": apart}
     if picture is not None:
         from flywheel.report.svg import standalone
 
@@ -86,7 +93,7 @@ def compare(
     if as_json:
         show_json({**document, "fail_if_slower": most, "failed": slower})
     else:
-        _show(sides, found, document["changed"])
+        _show(sides, found, document["changed"], apart)
     if slower:
         assert most is not None
         note(f"flywheel: B is more than {most * 100:g} % slower than A")
@@ -97,13 +104,11 @@ def _side(name: str, store: str, work: dict[str, Any]) -> Side:
     """What a name stands for. Raises UnknownNameError where it stands for nothing."""
     from flywheel.cli.schedules import find_shipped_named
     from flywheel.report.sides import read_side
-    from flywheel.search.workload import gpus_of
 
-    if Path(name).is_file():
-        return read_side(name, parse_json(read_text(Path(name))))
-    if gpus_of(name.lower())[1] in TARGETS:
+    if _is_gpu(name, work):
         return _on_gpu(name.lower(), store, work)
-    given = [option for option, value in work.items() if value is not None and option != "model"]
+    if Path(name).is_file():
+        return read_side(name, read_json(Path(name)))
     tried: list[Callable[[], Side]] = [
         lambda: _campaign(name, store),
         lambda: read_side(name, parse_json(find_shipped_named(name).text())),
@@ -113,13 +118,18 @@ def _side(name: str, store: str, work: dict[str, Any]) -> Side:
             side = resolve()
         except UnknownNameError:
             continue
-        if given:
-            raise UsageError(f"compare: --{given[0]} goes with GPUs; {name} says what it was found for")
         return side
     raise UnknownNameError(
         f"compare: {name!r} is no file, no GPU, no campaign of {store} and no shipped schedule; flywheel campaigns "
         "and flywheel schedules list them"
     )
+
+
+def _is_gpu(name: str, work: dict[str, Any]) -> bool:
+    """Whether a name stands for a GPU; a file of that name goes first unless a model is given."""
+    from flywheel.search.workload import gpus_of
+
+    return gpus_of(name.lower())[1] in TARGETS and (work["model"] is not None or not Path(name).is_file())
 
 
 def _campaign(name: str, store: str) -> Side:
@@ -157,7 +167,8 @@ def _on_gpu(name: str, store: str, work: dict[str, Any]) -> Side:
         with open_store(store, create=False) as opened:
             known = best_known(workload, opened, tell=announce)
     if known is None:
-        raise UnknownNameError(f"compare: nothing was measured of {work['model']} on {name}; flywheel search predicts")
+        asked = (getattr(workload, field) for field in ("model", "gpu", "dtype", "context", "batch", "stored"))
+        raise UnknownNameError(f"compare: nothing was measured of {work_named(*asked)}; flywheel search predicts")
     if isinstance(known.origin, TrialRecord):
         return read_side(name, schedule_document(known.origin, command=lower_command(known.origin)))
     return read_side(name, parse_json(known.origin.text()))
@@ -175,12 +186,13 @@ def _workload(gpu: str, work: dict[str, Any]) -> Workload:
 
 def _changed(first: Side, second: Side) -> dict[str, tuple[Value, Value]] | None:
     """The knobs that differ; None where the works have different spaces, or one has none here."""
+    from flywheel.report.sides import different
     from flywheel.search.appraise import changes
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload
 
-    asked, other = first.schedule, second.schedule
-    if any(getattr(asked, each) != getattr(other, each) for each in ("model", "dtype", "context", "batch", "weights")):
+    asked = first.schedule
+    if different(first, second):
         return None
     try:
         work = make_workload(asked.model, asked.gpu, asked.dtype, asked.context, asked.batch, asked.weights)
@@ -213,7 +225,7 @@ def _document(
 
 
 def _show(
-    sides: list[Side], found: Difference | None, changed: dict[str, tuple[Value, Value]] | None
+    sides: list[Side], found: Difference | None, changed: dict[str, tuple[Value, Value]] | None, apart: list[str]
 ) -> None:
     headers = ("<", "<!schedule", "<work", "us a step", "p10", "p90", "tokens/s", "<", "?<GPU", "?<kernels", "?<date")
     rows = []
@@ -231,6 +243,7 @@ def _show(
         *pairs(
             [
                 *((f"{letter} is", _range(side)) for letter, side in zip("AB", sides, strict=True)),
+                ("works", f"not the same: they differ in {listed(apart)}" if apart else None),
                 ("difference", _words(sides, found)),
                 ("changed", None if changed is None else ", ".join(differing[:SHOWN]) + more or "nothing"),
             ]
@@ -248,7 +261,10 @@ def _words(sides: list[Side], found: Difference | None) -> str:
         return "none is said: one is measured, the other predicted"
     way = "longer" if found.slower > 0 else "less time"
     digits = 2 if sides[0].measured else 1
-    said = f"a step of B takes {abs(found.slower) * 100:.{digits}f} % {way} than one of A"
+    share_in_words = f"{abs(found.slower) * 100:.{digits}f}"
+    said = f"a step of B takes {share_in_words} % {way} than one of A"
+    if float(share_in_words) == 0.0:
+        said = "a step of B takes as long as one of A"
     if not sides[0].measured:
         sure = "more" if found.sure else "no more"
         return f"{said}, by predictions; that is {sure} than their errors may make"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flywheel.cli.text import note
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_from_dict
-from flywheel.ir.files import parse_json, read_stream, read_text
+from flywheel.ir.files import json_of, read_stream, read_text
 from flywheel.models.spec import DecoderSpec
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import CONFIG_FIELDS, FORMAT, Schedule, config_from_document, schedule_from_document
@@ -110,8 +110,4 @@ def read_argument(path: str, newlines: bool = True) -> str:
 
 
 def _document(path: str) -> Any:
-    text = read_argument(path)
-    try:
-        return parse_json(text)
-    except IrFormatError as error:
-        raise IrFormatError(f"{path}: {error}") from None
+    return json_of(read_argument(path), path)

@@ -25,7 +25,7 @@ from flywheel.cli.text import counts, note, pairs, show, show_json
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.interop.amk import MARK, PriorTable, read_results
 from flywheel.ir import ScheduleConfig
-from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.files import json_of, read_text
 from flywheel.ir.show import listed
 from flywheel.measure.standing import trials_of
 from flywheel.models.decoder import MAX_BATCH
@@ -89,7 +89,7 @@ def import_file(
     first = text.partition("\n")[0].rstrip("\r").split("\t")
     with open_store(store) as opened:
         if text.lstrip().startswith("{"):
-            schedule = _schedule(parse_json(text), path)
+            schedule = _schedule(json_of(text, path), path)
             settled = settle_work("import", work, schedule)
             document = _priors(opened, name, settled, measure, [schedule.config])
         elif MARK in first:

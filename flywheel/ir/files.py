@@ -62,6 +62,19 @@ def parse_json(text: str | bytes, long_integers: bool = False) -> Any:
         raise IrFormatError(f"JSON: {str(error).splitlines()[0]}") from None
 
 
+def json_of(text: str, where: str) -> Any:
+    """As `parse_json`; its error names `where` the text is from."""
+    try:
+        return parse_json(text)
+    except IrFormatError as error:
+        raise IrFormatError(f"{where}: {error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a file. Raises as `read_text` and `json_of`, with the file's name."""
+    return json_of(read_text(path), str(path))
+
+
 def _integer(digits: str) -> int:
     number = int(digits) if len(digits) <= _MOST_DIGITS else 2**64
     if abs(number) >= 2**64:

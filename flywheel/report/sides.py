@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Final
 
-from flywheel.errors import StoreError
+from flywheel.errors import ConfigError, IrFormatError, StoreError, UnknownNameError
 from flywheel.ir.config import ScheduleConfig
+from flywheel.ir.show import show
+from flywheel.measure.device import GENERIC
 from flywheel.measure.latency import RESOLUTION, Band, band_of, rounded, tokens_per_s
+from flywheel.models.decoder import DTYPES, MAX_BATCH
+from flywheel.models.formats import parse_formats
 from flywheel.report.svg import PlotAxis, element, label, picture, polyline, short, tip
+from flywheel.search.workload import find_target, gpus_of
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document
 
@@ -85,23 +89,60 @@ class Difference:
 
 
 def read_side(name: str, document: Mapping[str, Any]) -> Side:
-    """The side of an exported schedule's document. Raises StoreError where it has no latency, and as
-    `schedule_from_document`."""
-    schedule = schedule_from_document(dict(document), f"schedule {name}")
+    """The side of an exported schedule's document. Raises IrFormatError where it is none, has no latency, or has a
+    number or a name that no exported schedule has."""
+    where = f"schedule {name}"
+    try:
+        schedule = schedule_from_document(document, where)
+        _check_names(schedule)
+    except StoreError as error:
+        raise IrFormatError(str(error)) from None
+    except (UnknownNameError, ConfigError) as error:
+        raise IrFormatError(f"{where}: {error}") from None
     measured, predicted = document.get("measured"), document.get("predicted")
     origin, band = document.get("provenance"), None
-    try:
-        if measured is not None:
-            low, middle, high = (float(measured[key]) for key in ("p10_us", "median_us", "p90_us"))
-        else:
-            middle = float(predicted["latency_us"])  # type: ignore[index]
-            band = band_of(schedule.gpu, str(predicted.get("predictor")))  # type: ignore[union-attr]
-            low, high = band.around(middle)
-        if not 0.0 < low <= middle <= high < inf:
-            raise ValueError
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        raise StoreError(f"schedule {name}: has no latency to compare") from None
+    if measured is not None:
+        low, middle, high = (_time(measured, key, f"{where}: measured") for key in ("p10_us", "median_us", "p90_us"))
+        if not low <= middle <= high:
+            raise IrFormatError(f"{where}: p10_us {low}, median_us {middle}, p90_us {high} are not in ascending order")
+    elif predicted is not None:
+        middle = _time(predicted, "latency_us", f"{where}: predicted")
+        band = band_of(schedule.gpu, str(predicted.get("predictor")))
+        low, high = band.around(middle)
+    else:
+        raise IrFormatError(f"{where}: has no latency to compare")
     return Side(name, schedule, band, middle, low, high, origin if isinstance(origin, dict) else {})
+
+
+_MOST_US: Final = 1e12
+"""The longest time of a step that is read: eleven days."""
+
+
+def _time(document: object, key: str, where: str) -> float:
+    """A time in us of a strange document. Raises IrFormatError."""
+    value = document.get(key) if isinstance(document, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= _MOST_US:
+        raise IrFormatError(f"{where}.{key} is {show(value)}, no time in us")
+    return float(value)
+
+
+def _check_names(schedule: Schedule) -> None:
+    """Raises UnknownNameError and ConfigError for a GPU, a dtype, weights or a batch that no schedule is made for. The
+    model may be somebody's own, and so may the GPU under a generic name."""
+    if not gpus_of(schedule.gpu)[1].startswith(GENERIC):
+        find_target(gpus_of(schedule.gpu)[1])
+    if schedule.dtype not in DTYPES:
+        raise UnknownNameError(f"dtype {show(schedule.dtype)} is not one of {', '.join(DTYPES)}")
+    if schedule.weights != schedule.dtype:
+        parse_formats(schedule.weights, schedule.dtype)
+    if schedule.batch > MAX_BATCH:
+        raise ConfigError(f"batch {schedule.batch} is not in 1..{MAX_BATCH}")
+
+
+def different(first: Side, second: Side) -> list[str]:
+    """The names of what makes the works of two sides different ones; a GPU does not."""
+    asked = ("model", "dtype", "weights", "context", "batch")
+    return [name for name in asked if getattr(first.schedule, name) != getattr(second.schedule, name)]
 
 
 def difference(first: Side, second: Side) -> Difference | None:

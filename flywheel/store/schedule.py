@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from flywheel.errors import IrFormatError, StoreError
 from flywheel.ir.config import ScheduleConfig, config_from_dict
-from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.files import read_json, read_text
 from flywheel.ir.show import listed
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import band_of, curtailed
@@ -100,7 +100,7 @@ def dump_schedule(document: Mapping[str, Any]) -> str:
 
 def load_schedule(path: str | Path) -> Schedule:
     """Read a schedule file. Raises as `schedule_from_document` does, IrFormatError also where it cannot be read."""
-    return schedule_from_document(parse_json(read_text(Path(path))), f"schedule {path}")
+    return schedule_from_document(read_json(Path(path)), f"schedule {path}")
 
 
 def schedule_from_document(document: object, where: str) -> Schedule:
@@ -124,8 +124,8 @@ def schedule_from_document(document: object, where: str) -> Schedule:
         model=_field(document, "model", str, where),
         gpu=_field(document, "gpu", str, where),
         dtype=_field(document, "dtype", str, where),
-        context=_field(document, "context", int, where),
-        batch=_field({"batch": 1, **document}, "batch", int, where),
+        context=_count(document, "context", where),
+        batch=_count({"batch": 1, **document}, "batch", where),
         config=config,
         config_id=config_id,
         program_id=None if program_id is None else _field(document, "program_id", str, where),
@@ -187,6 +187,13 @@ def _field(document: Mapping[str, Any], name: str, kind: type[_T], where: str) -
     return value
 
 
+def _count(document: Mapping[str, Any], name: str, where: str) -> int:
+    value = _field(document, name, int, where)
+    if value < 1:
+        raise StoreError(f"{where}: {name} is {value}, less than 1")
+    return value
+
+
 SHIPPED: Final = Path(__file__).resolve().parents[1] / "schedules"
 
 
@@ -225,7 +232,7 @@ def shipped_schedules() -> tuple[Shipped, ...]:
 
 
 def _read(path: Path) -> Shipped:
-    document: Any = parse_json(read_text(path))
+    document: Any = read_json(path)
     schedule = schedule_from_document(document, f"schedule {path}")
     try:
         measured, origin = document["measured"], document["provenance"]

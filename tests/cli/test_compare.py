@@ -14,6 +14,7 @@ from flywheel.store.schedule import SHIPPED
 
 Run = Callable[..., Result]
 H100, H200 = "llama3-8b-h100-bf16-c512-b1", "llama3-8b-h200-bf16-c512-b1"
+SMALLER, EIGHT = "llama3.2-1b-h100-bf16-c512-b1", "llama3-8b-h200-bf16-c512-b8"
 
 
 def median_us(name: str) -> float:
@@ -34,6 +35,7 @@ def test_a_file_a_shipped_schedule_and_a_campaign_are_sides(run: Run, searched: 
     assert run("schedules", H200, "--output", "best.json").exit_code == 0
     same = json.loads(run("compare", "best.json", H200, "--json").stdout)
     assert (same["difference"]["slower"], same["difference"]["sure"], same["changed"]) == (0.0, False, {})
+    assert "a step of B takes as long as one of A" in run("compare", "best.json", H200).stdout
     at = ("--store", str(searched))
     document = json.loads(run("compare", "sma", "small", *at, "--json").stdout)
     assert (document["a"]["name"], document["a"]["kind"]) == ("small", "predicted")
@@ -90,8 +92,14 @@ def test_the_picture_has_both_bars(run: Run) -> None:
     [
         (("nothing", H200), "'nothing' is no file, no GPU, no campaign"),
         (("h100", "h200"), "--model says of which model"),
-        (("l4", "h200", "--model", "llama3-8b"), "nothing was measured of llama3-8b on l4"),
+        (("l4", "h200", "--model", "llama3-8b"), "nothing was measured of llama3-8b on l4, bf16, context 512"),
+        (("h100", "h200", "--model", "llama3-8b", "--context", "4096"), "of llama3-8b on h100, bf16, context 4096"),
         ((H100, H200, "--context", "512"), "--context goes with GPUs"),
+        (("best.json", "best.json", "--context", "99999"), "--context goes with GPUs"),
+        (("best.json", H100, "--model", "nonsense"), "--model goes with GPUs"),
+        ((SMALLER, H100, "--fail-if-slower", "2%"), "one work; these differ in model"),
+        ((H100, EIGHT, "--fail-if-slower", "2%"), "one work; these differ in batch"),
+        (("empty.json", H100), "empty.json: JSON: Expecting value"),
         ((H100, H200, "--fail-if-slower", "two"), "is not a percentage"),
         (("small", H200, "--fail-if-slower", "2%"), "not one of each"),
     ],
@@ -99,14 +107,51 @@ def test_the_picture_has_both_bars(run: Run) -> None:
 def test_what_cannot_be_compared_is_one_line_and_code_2(
     words: tuple[str, ...], expected: str, run: Run, searched: Path
 ) -> None:
+    Path("empty.json").touch()
+    Path("best.json").write_bytes((SHIPPED / f"{H200}.json").read_bytes())
     result = run("compare", *words, "--store", str(searched))
     assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
     assert expected in result.stderr
 
 
-@pytest.mark.parametrize("measured", [None, {}, {"median_us": 0, "p10_us": 0, "p90_us": 0}, {"median_us": "fast"}])
-def test_a_strangers_schedule_without_a_time_is_refused(measured: object, run: Run) -> None:
+def test_different_works_are_compared_with_a_word(run: Run) -> None:
+    for other, named in ((SMALLER, ["model"]), (EIGHT, ["batch"])):
+        result = run("compare", H100, other)
+        assert f"not the same: they differ in {', '.join(named)}" in result.stdout
+        assert json.loads(run("compare", H100, other, "--json").stdout)["different"] == named
+    assert "not the same" not in run("compare", H100, H200).stdout
+
+
+def test_a_file_that_is_named_as_a_gpu_does_not_hide_it(run: Run) -> None:
+    Path("h100").touch()
+    assert run("compare", "h100", "h200", "--model", "llama3-8b").exit_code == 0
+    assert run("compare", "h100", H200).stderr == "flywheel: h100: JSON: Expecting value: line 1 column 1 (char 0)\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "fact"),
+    [
+        ({"measured": None}, "has no latency to compare"),
+        ({"measured": {}}, "measured.p10_us is None, no time in us"),
+        ({"measured": {"p10_us": 1, "median_us": "fast", "p90_us": 3}}, "measured.median_us is 'fast', no time in us"),
+        ({"measured": {"p10_us": 1, "median_us": -5, "p90_us": 3}}, "measured.median_us is -5, no time in us"),
+        ({"measured": {"p10_us": 1, "median_us": 1e308, "p90_us": 3}}, "measured.median_us is 1e+308, no time in us"),
+        ({"measured": {"p10_us": 5, "median_us": 4, "p90_us": 6}}, "not in ascending order"),
+        ({"measured": None, "predicted": {"latency_us": True}}, "predicted.latency_us is True, no time in us"),
+        ({"batch": 0}, "batch is 0, less than 1"),
+        ({"batch": 99}, "batch 99 is not in 1..8"),
+        ({"context": -1}, "context is -1, less than 1"),
+        ({"gpu": "zz"}, "GPU 'zz' is not one of"),
+        ({"gpu": "999999xh200"}, "GPU '999999xh200'"),
+        ({"dtype": "f8"}, "dtype 'f8' is not one of"),
+        ({"weights": "zz"}, "zz"),
+    ],
+)
+def test_a_strangers_schedule_with_a_number_or_a_name_that_none_has_is_a_bad_file(
+    changed: dict[str, object], fact: str, run: Run
+) -> None:
     document = json.loads((SHIPPED / f"{H200}.json").read_text(encoding="utf-8"))
-    Path("odd.json").write_text(json.dumps({**document, "measured": measured}), encoding="utf-8")
+    Path("odd.json").write_text(json.dumps({**document, **changed}), encoding="utf-8")
     result = run("compare", "odd.json", H200)
-    assert (result.exit_code, result.stderr) == (5, "flywheel: schedule odd.json: has no latency to compare\n")
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert result.stderr.startswith("flywheel: schedule odd.json: ") and fact in result.stderr
