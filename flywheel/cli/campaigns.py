@@ -175,8 +175,10 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
 
 def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord], gains: Gains | None) -> None:
     from flywheel.search.gains import gains_in_words
+    from flywheel.search.space import lost_pin
 
     campaign: Campaign = summary.campaign
+    lost = lost_pin(campaign)
     top = best_of(trials)
     tied = ((row_name(record, trials), record.latency_us) for record in tied_with(top, trials))
     show(f"{campaign.name}: {campaign.work}")
@@ -194,7 +196,8 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord], gains
                 ("tied", ties(tied)),
                 ("verdict", None if top is None else judged(top)),
                 ("store", where),
-                ("command", Command(shlex.split(search_command(campaign, summary.trials)))),
+                ("ended", None if lost is None else f"no search goes on with {lost}"),
+                ("command", None if lost else Command(shlex.split(search_command(campaign, summary.trials)))),
             ]
         )
     )

@@ -104,6 +104,7 @@ def _side(name: str, store: str, work: dict[str, Any]) -> Side:
     """What a name stands for. Raises UnknownNameError where it stands for nothing."""
     from flywheel.cli.schedules import find_shipped_named
     from flywheel.report.sides import read_side
+    from flywheel.store.schedule import shipped_schedules
 
     if _is_gpu(name, work):
         return _on_gpu(name.lower(), store, work)
@@ -113,6 +114,8 @@ def _side(name: str, store: str, work: dict[str, Any]) -> Side:
         lambda: _campaign(name, store),
         lambda: read_side(name, parse_json(find_shipped_named(name).text())),
     ]
+    if name in {each.stem for each in shipped_schedules()} and not _is_campaign(name, store):
+        tried.reverse()  # a whole name goes before the beginning of another
     for resolve in tried:
         try:
             side = resolve()
@@ -130,6 +133,16 @@ def _is_gpu(name: str, work: dict[str, Any]) -> bool:
     from flywheel.search.workload import gpus_of
 
     return gpus_of(name.lower())[1] in TARGETS and (work["model"] is not None or not Path(name).is_file())
+
+
+def _is_campaign(name: str, store: str) -> bool:
+    """Whether a campaign has exactly that name."""
+    from flywheel.store.sql import open_store
+
+    if "://" not in store and not Path(store).exists():
+        return False
+    with open_store(store, create=False) as opened:
+        return opened.campaign(name) is not None
 
 
 def _campaign(name: str, store: str) -> Side:

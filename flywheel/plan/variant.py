@@ -152,7 +152,7 @@ def kernel_variant(
         raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
     pause = stream.get("pause_cycles", 0)
     if pause != 0:
-        raise ConfigError(f"tiling.stream.pause_cycles={pause}: loaders pause no more since 0.1.0; leave it out")
+        raise ConfigError(f"tiling.stream.pause_cycles={pause}: no loader pauses since 2026-11-28; leave it out")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
         min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices,

@@ -17,7 +17,7 @@ from flywheel.search.gains import Gains, gained, workload_of
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.knowledge.known import Known, best_known
 from flywheel.search.sampling.foresight import predict_config
-from flywheel.search.space import Dimension, Space, make_space
+from flywheel.search.space import Dimension, Space, make_space, pins_of
 from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
@@ -87,7 +87,7 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord], store: Store | No
     try:
         workload = workload_of(campaign)
         known = None if best is not None and not best.is_predicted else best_known(workload, store)
-        space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
+        space = make_space(workload, pins_of(campaign))
         knobs, gains = _knobs(space, trials, best), gained(space, records)
     except FlywheelError as error:
         missing = str(error)

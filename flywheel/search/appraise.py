@@ -89,10 +89,15 @@ def _gained(contest: Contest | None) -> Gain | None:
 
 
 def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict[str, tuple[Value, Value]]:
-    """The differences of two configs: knobs if these make all of them, else parameters of the config."""
-    first, second = space.to_choice(before), space.to_choice(after)
-    if first is None or second is None or space.to_config(second, before) != after:
-        first, second = configurations([before, after])
+    """The differences of two configs: of knobs and, as parameters of the config, of what no knob decides; where a
+    config is no choice of knobs, all as parameters."""
+    first, second = space.reading(before), space.reading(after)
+    if first is None or second is None:
+        return _differing(*configurations([before, after]))
+    return _differing(first, second) | _differing(*configurations([space.to_config(second, before), after]))
+
+
+def _differing(first: Mapping[str, Value], second: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:
     return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.measure.latency import RESOLUTION
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, ranked, tied_with
-from flywheel.search.space import Space, make_space
+from flywheel.search.space import Space, make_space, pins_of
 from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
 
@@ -44,7 +43,7 @@ class Gains:
 
 def gains_of(campaign: Campaign, records: Sequence[TrialRecord]) -> Gains | None:
     """As `gained`, of a campaign with these rows. Raises as `make_workload`, where its model is not on this machine."""
-    return gained(make_space(workload_of(campaign), json.loads(campaign.spec).get("fix", {})), records)
+    return gained(make_space(workload_of(campaign), pins_of(campaign)), records)
 
 
 def workload_of(campaign: Campaign) -> Workload:

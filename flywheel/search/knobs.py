@@ -202,6 +202,24 @@ KNOBS: Final = (
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A knob of older versions: its only value that means what searches do `now`."""
+
+    value: str
+    now: str
+
+
+REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
+    {
+        "pages": Removed("none", "buffers share no memory"),
+        "rows.kv": Removed("1", "tiles of k and v are as high as those of q, which rows.qkv sets"),
+        "exchange.bits": Removed("16", "GPUs send each other summands of 16 bits, in f32 of 32"),
+        "pause": Removed("0", "loaders do not pause"),
+    }
+)
+"""Knobs that no search sets any more, and what decides in their place. Source: results/knob_gains.txt."""
+
 HALVES: Final = {"data": 1, "slices": 2}
 
 GOOD_ON_H200: Final[Choice] = MappingProxyType(

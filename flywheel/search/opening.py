@@ -12,7 +12,7 @@ from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import StoreError, UsageError
 from flywheel.search.knowledge.shipped import shipped_starts
 from flywheel.search.knowledge.warm import NEIGHBOURS, choose_starts, described
-from flywheel.search.space import Space
+from flywheel.search.space import Space, lost_pin, pins_of
 from flywheel.search.spec import METHOD, CampaignSpec, constants_of, to_campaign
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
@@ -99,9 +99,11 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor:
         wanted = space.workload.stored if option == "weights" else now
         if before != wanted:
             raise _another(campaign, f"has {option}={before}, not {wanted}")
-    pinned = described.get("fix", {})
+    lost, pinned = lost_pin(campaign), pins_of(campaign)
+    if lost is not None:
+        raise _another(campaign, f"has {lost}")
     if pinned != dict(spec.fix):
-        raise _another(campaign, f"has {_pins(pinned)}, not {_pins(spec.fix)}")
+        raise _another(campaign, f"has {_pins(pinned)}; this search has {_pins(spec.fix)}")
     before = described.get("predictor", MODEL_VERSION)
     if spec.measure == "predict" and constants_of(before) != constants_of(predictor):
         raise _another(campaign, f"was predicted by {before}, not {predictor}")
@@ -111,7 +113,7 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor:
 
 
 def _pins(fix: Mapping[str, str]) -> str:
-    return " and ".join(f"--fix {knob}={value}" for knob, value in sorted(fix.items())) or "no pinned knobs"
+    return " and ".join(f"--fix {knob}={value}" for knob, value in sorted(fix.items())) or "no --fix"
 
 
 def _another(campaign: Campaign, fact: str) -> UsageError:

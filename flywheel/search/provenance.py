@@ -12,6 +12,7 @@ from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import row_name, trials_of
+from flywheel.search.knobs import REMOVED
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.schedule import Shipped, dump_schedule, schedule_document
 
@@ -60,7 +61,8 @@ def search_command(campaign: Campaign, trials: int = 0) -> str:
     known = {field.name: field.default for field in fields(CampaignSpec)}
     columns = {name: getattr(campaign, name) for name in ("model", "gpu", "sampler", "seed")}
     spec = CampaignSpec(**columns | {name: value for name, value in described.items() if name in known})
-    spec = replace(spec, trials=max(spec.trials, trials))
+    pinned = {knob: value for knob, value in spec.fix.items() if knob not in REMOVED or REMOVED[knob].value != value}
+    spec = replace(spec, trials=max(spec.trials, trials), fix=pinned)  # what searches do anyway need not be said
     words = ["flywheel", "search"]
     for name, default in known.items():
         value = getattr(spec, name)

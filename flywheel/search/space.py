@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,8 +16,20 @@ from flywheel.lowering.fusion import patterns_of
 from flywheel.lowering.lower import lower
 from flywheel.plan import kernel_variant, variant_of
 from flywheel.plan.variant import COPIES
-from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Knob, Value, distance, rows_of
+from flywheel.search.knobs import (
+    GOOD_ON_H200,
+    HALVES,
+    KNOBS,
+    QKV,
+    REMOVED,
+    Choice,
+    Knob,
+    Value,
+    distance,
+    rows_of,
+)
 from flywheel.search.workload import Workload
+from flywheel.store.campaign import Campaign
 
 Fixed = Mapping[str, str]
 Groups = tuple[tuple[str, ...], ...]
@@ -108,9 +121,16 @@ class Space:
     def to_choice(self, config: ScheduleConfig) -> dict[str, Value] | None:
         """The choice that stands for `config`, whatever it says of what no knob decides; None where `config` lies
         outside this space."""
+        choice = self.reading(config)
+        inside = choice is not None and all(choice[each.name] in each.values for each in self.dimensions)
+        return choice if inside else None
+
+    def reading(self, config: ScheduleConfig) -> dict[str, Value] | None:
+        """As `to_choice`, of values that this space need not have. A knob that `config` does not set is read as 0 or
+        "", which makes it no choice."""
         choice = self._read(config)
-        inside = all(choice[dimension.name] in dimension.values for dimension in self.dimensions)
-        return choice if inside and self.to_config(choice, config) == config else None
+        sets = all(choice[each.name] or 0 in each.values for each in self.dimensions)
+        return choice if sets and self.to_config(choice, config) == config else None
 
     def nearest(self, config: ScheduleConfig) -> dict[str, Value]:
         """The choice that stands for `config`; where `config` lies outside this space, a choice near it.
@@ -247,10 +267,27 @@ def _levels(workload: Workload, knob: Knob) -> tuple[Value, ...]:
     return tuple(found.values())
 
 
+def pins_of(campaign: Campaign) -> dict[str, str]:
+    """The knobs that a campaign pins, without those that no search sets any more."""
+    pinned = json.loads(campaign.spec).get("fix", {})
+    return {name: value for name, value in pinned.items() if name not in REMOVED}
+
+
+def lost_pin(campaign: Campaign) -> str | None:
+    """Why no search can go on with a campaign that pins what none sets any more, to what none does; None where it
+    can."""
+    for name, value in json.loads(campaign.spec).get("fix", {}).items():
+        if name in REMOVED and value != REMOVED[name].value:
+            return f"--fix {name}={value}, which no search sets any more: {REMOVED[name].now}"
+    return None
+
+
 def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space:
     """The space of a workload, with some knobs pinned. Raises UsageError for an unknown knob or value."""
     names = [knob.name for knob in KNOBS]
     for name in fixed:
+        if name in REMOVED:
+            raise UsageError(f"knob {name!r}: no search sets it any more, since {REMOVED[name].now}; leave it out")
         if name not in names:
             raise UsageError(f"knob {name!r}{did_you_mean(name, names)} is not one of {', '.join(names)}")
     dimensions = []

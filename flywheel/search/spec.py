@@ -163,6 +163,10 @@ def _option(path: Path, name: str, value: object, kind: str) -> Any:
     if name == "fix":
         if not isinstance(value, dict):
             raise UsageError(f"{path}: fix={show(value)} is not a table of knobs")
+        for knob, setting in value.items():
+            if isinstance(setting, dict):  # a key with a dot is a table in a table
+                name = f"{knob}.{next(iter(setting), '')}"
+                raise UsageError(f"{path}: fix: {show(name)} has a dot, so TOML wants its name in quotes")
         try:
             return {knob: str(setting) for knob, setting in value.items()}
         except ValueError:  # Python's limit on the digits of an integer

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from click.testing import Result
 
 from flywheel.measure.latency import rounded
+from flywheel.search.knobs import REMOVED
 from flywheel.store.sql import open_store
 from flywheel.store.tsv import to_tsv
 
@@ -126,3 +128,45 @@ def test_a_campaign_that_is_being_searched_stays(run: Run, store: str) -> None:
         assert "is being searched" in refused.stderr
         assert len(opened.trials("small")) == 5
     assert run("campaigns", "small", "--delete", "--yes", "--store", store).exit_code == 0
+
+
+def pin(store: str, pins: dict[str, str]) -> None:
+    """Make the campaign `small` one of an older version, with these pinned knobs."""
+    with open_store(store) as opened:
+        campaign = opened.campaign("small")
+        assert campaign is not None
+        older = replace(campaign, spec=json.dumps({**json.loads(campaign.spec), "fix": pins}))
+        assert opened.replace_campaign(campaign, older)
+
+
+AGAIN = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1", "--name", "small")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_campaign_that_pins_what_all_searches_do_now_goes_on(name: str, store: str, run: Run) -> None:
+    pin(store, {name: REMOVED[name].value})
+    text = run("campaigns", "small", "--store", store).stdout
+    assert "gained" in text and "--fix" not in text
+    again = run(*AGAIN, "--trials", "6", "--store", store)
+    assert again.exit_code == 0, again.stderr
+    assert re.search(r"campaign +small\n", again.stdout) and "6, 1 of them new" in again.stdout
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_campaign_that_pins_what_no_search_does_now_says_so_in_one_line(name: str, store: str, run: Run) -> None:
+    pin(store, {name: "other"})
+    text = " ".join(run("campaigns", "small", "--store", store).stdout.split())
+    assert "gained" in text and "command" not in text
+    assert f"no search goes on with --fix {name}=other, which no search sets any more: {REMOVED[name].now}" in text
+    again = run(*AGAIN, "--trials", "6", "--store", store)
+    assert again.exit_code == 2
+    (line,) = [line for line in again.stderr.splitlines() if line.startswith("flywheel: campaign ")]
+    assert REMOVED[name].now in line and line.endswith("; --fresh or --name starts a new one")
+    study = run("export", "--format", "optuna", "--campaign", "small", "--store", store, "--output", "study.db")
+    assert study.exit_code == 0, study.stderr
+
+
+def test_a_campaign_with_other_pinned_knobs_is_named_with_both(store: str, run: Run) -> None:
+    again = run(*AGAIN, "--fix", "depth=1", "--store", store)
+    assert again.exit_code == 2
+    assert "campaign 'small' has no --fix; this search has --fix depth=1; --fresh" in again.stderr

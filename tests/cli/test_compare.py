@@ -27,7 +27,8 @@ def test_two_gpus_are_compared_by_the_best_that_was_measured_on_each(run: Run) -
     assert (document["a"]["latency_us"], document["b"]["latency_us"]) == (median_us(H100), median_us(H200))
     assert document["difference"]["slower"] == pytest.approx(median_us(H200) / median_us(H100) - 1)
     assert document["difference"]["low"] < document["difference"]["slower"] < document["difference"]["high"] < 0
-    assert document["changed"]
+    assert document["changed"]["page_allocation"] == ["linear", "none"]
+    assert not any(name.startswith("tiling.") for name in document["changed"])  # the rest are knobs
     assert run("compare", "h100", "h200", "--model", "llama3-8b").stdout.splitlines()[1].startswith("A  h100 ")
 
 
@@ -42,6 +43,14 @@ def test_a_file_a_shipped_schedule_and_a_campaign_are_sides(run: Run, searched: 
     mixed = run("compare", "small", H200, *at)
     assert mixed.exit_code == 0
     assert "one is measured, the other predicted" in mixed.stdout
+
+
+def test_the_whole_name_of_a_shipped_schedule_goes_before_the_beginning_of_a_campaigns(run: Run) -> None:
+    store = Path("names.db")
+    for name in (f"{H200}-predict", H100):
+        flywheel.search(model="smollm2-135m", gpu="l4", measure="predict", trials=1, name=name, store=store)
+    document = json.loads(run("compare", H200, H100, "--store", store, "--json").stdout)
+    assert (document["a"]["latency_us"], document["b"]["model"]) == (median_us(H200), "smollm2-135m")
 
 
 def test_predictions_are_compared_with_their_ranges_and_no_digits_beyond(run: Run) -> None:

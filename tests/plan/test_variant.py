@@ -64,7 +64,7 @@ def test_a_config_of_before_may_say_that_loaders_never_pause_and_one_that_has_th
     assert kernel_variant(never, H100, 0) == kernel_variant(ScheduleConfig(), H100, 0)
     with pytest.raises(ConfigError) as caught:
         kernel_variant(paused, H100, 0)
-    assert str(caught.value) == "tiling.stream.pause_cycles=3000: loaders pause no more since 0.1.0; leave it out"
+    assert str(caught.value) == "tiling.stream.pause_cycles=3000: no loader pauses since 2026-11-28; leave it out"
 
 
 def test_a_program_without_a_config_has_the_default_variant(tiny: MegakernelProgram) -> None:

@@ -200,7 +200,7 @@ def test_a_run_that_learns_of_another_proposes_something_else(lab: Any) -> None:
 
 def test_other_pins_are_another_campaign(lab: Any) -> None:
     open_campaign(lab.spec(), lab.space(), lab.store, fresh=False)
-    with pytest.raises(UsageError, match=r"^campaign 'toy' has no pinned knobs, not --fix depth=0; --fresh or --name"):
+    with pytest.raises(UsageError, match=r"^campaign 'toy' has no --fix; this search has --fix depth=0; --fresh"):
         open_campaign(replace(lab.spec(), fix={"depth": "0"}), lab.space(), lab.store, fresh=False)
 
 

@@ -16,7 +16,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id, variant_of
-from flywheel.search.knobs import KNOBS, Choice, Value
+from flywheel.search.knobs import KNOBS, REMOVED, Choice, Value
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload
 from flywheel.vm.pack import pack
@@ -205,6 +205,7 @@ def test_pinned_knobs_have_one_value() -> None:
         ({"warps": "4"}, ("'warps'", "rows.qkv", "chunk")),
         ({"depth": "5"}, ("depth", "'5'", "0, 1, 2, 3, 4, 6, 8")),
         ({"placement": "a\nb"}, ("placement", "idle_first")),
+        *(({name: old.value}, (f"'{name}'", "no search sets it any more", old.now)) for name, old in REMOVED.items()),
     ],
 )
 def test_unknown_knobs_and_values_are_refused(fixed: dict[str, str], names: tuple[str, ...]) -> None:

@@ -67,6 +67,7 @@ def test_an_options_file_holds_any_option(tmp_path: Path) -> None:
         ("until = '0.9'", "until='0.9' is not of type float"),
         ("seeds = 1", "seeds=1 is not of type bool"),
         ("model = 8", "model=8 is not of type str"),
+        ("[fix]\nrows.qkv = 32", "fix: 'rows.qkv' has a dot, so TOML wants its name in quotes"),
         ("fix = 'depth'", "fix='depth' is not a table of knobs"),
         ("[campaign]\nmodel = 'x'", "'campaign' is not one of"),
         ("model = 'a'\nmodel = 'b'", "not TOML"),

@@ -21,7 +21,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import compared, trials_of
-from flywheel.search.space import Dimension, Space, make_space
+from flywheel.search.space import Dimension, Space, make_space, pins_of
 from flywheel.search.workload import make_workload
 from flywheel.store.campaign import Campaign
 
@@ -43,7 +43,7 @@ def write_study(campaign: Campaign, records: Sequence[TrialRecord], path: Path) 
         raise UsageError(f"{path}: already exists; a study needs a new file")
     workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch,
                              campaign.weights, any_size=True)  # fmt: skip
-    space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
+    space = make_space(workload, pins_of(campaign))
     kind, trials = compared(records), trials_of(records)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     open_file = partial(sqlite3.connect, path, factory=_Unhurried)  # no URL: the name may hold its special characters
