@@ -64,6 +64,49 @@ struct Progress {
     __device__ __forceinline__ bool goes_on(const Block& block) const { return index >= 0 && index < block.stream_end; }
 };
 
+// Where a warp's group is among the chunks of a segment: at a piece of a row block, with `left` chunks from there on.
+struct PieceWalk {
+    int row_block = 0, piece, left;
+    __device__ __forceinline__ PieceWalk(int chunk, int chunks, int row_chunks) : piece(chunk), left(chunks) { settle(row_chunks); }
+    __device__ __forceinline__ void settle(int row_chunks) {
+        for (; piece >= row_chunks; piece -= row_chunks) row_block++;
+    }
+    // To the group's next chunk; says whether that is of another row block.
+    __device__ __forceinline__ bool advance(int groups, int row_chunks) {
+        piece += groups;
+        const bool ends = piece >= row_chunks;
+        settle(row_chunks);
+        return ends;
+    }
+};
+
+// The operands that a warp waits for: stagings seen, and whether the segment's is one that it has not.
+struct OperandWait {
+    uint32_t round;
+    Waited awaiting;
+    bool fresh = false, goes_on = true;  // goes_on: the launch, as far as this lane knows
+
+    // Where the operand is read first.
+    __device__ __forceinline__ void await(Block& block) {
+        if (!fresh) return;
+        fresh = false;
+        awaiting.begin();
+        goes_on = barrier_wait(&block.x_full[round % X_ROUNDS], round / X_ROUNDS & 1, &block.aborted);
+        __syncwarp();
+        awaiting.end();
+        round++;
+    }
+    // The next slice in place of one that is multiplied. Says whether the launch goes on.
+    __device__ __forceinline__ bool turn(Block& block, int lane) {
+        if (lane < WARP_ARRIVALS) barrier_arrive(&block.x_read[(round - 1) % X_ROUNDS]);
+        round++;
+        awaiting.begin();
+        const bool there = warp_barrier_wait(&block.x_full[(round - 1) % X_ROUNDS], (round - 1) / X_ROUNDS & 1, &block.aborted);
+        awaiting.end();
+        return there;
+    }
+};
+
 // Whether run_segments works out its first place in the ring by itself, from the group that it keeps anyway: a place that it is
 // handed costs a second division, and registers. Those of several kinds of products have to hand it over.
 #ifdef FW_FORMATS
@@ -87,8 +130,8 @@ template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segmen
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
     RingPlace place = FINDS_PLACE ? RingPlace{idle ? 0 : group, 0} : from.place;
     int chunk = FINDS_PLACE ? place.slot : from.chunk;
-    uint32_t x_round = from.x_round;
-    Waited starved = from.starved, awaiting = from.awaiting;  // weights, an operand
+    OperandWait operand = {from.x_round, from.awaiting};
+    Waited starved = from.starved;  // of weights
 #ifdef FW_FORMATS
     P product = {};  // or ptxas would keep its registers for it, all through the segments of other kinds
 #else
@@ -101,70 +144,57 @@ template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segmen
     for (; index < block.stream_end; index++) {
         const SegmentWord its = word;
         const MatrixSegment segment = word.segment();
-        if (!P::multiplies(segment)) return {index, place, chunk, x_round, pass, starved, awaiting};
+        if (!P::multiplies(segment)) return {index, place, chunk, operand.round, pass, starved, operand.awaiting};
         word.fetch(block, index + 1, lane);
         const int row_chunks = segment.row_chunks, rows = product_rows(segment.rows);
         const bool sliced = segment.flags & (FW_SEGMENT_CONTINUES | FW_SEGMENT_GOES_ON);
         const bool begins = !(segment.flags & FW_SEGMENT_CONTINUES);
         float* const partials = block.partial(pass) + (sliced ? warp * rows * PARTIAL_ROWS : 0);
         const int block_partials = MATRIX_WARPS * rows * PARTIAL_ROWS;
-        int row_block = 0, piece = chunk, left = idle ? 0 : static_cast<int>(segment.row_blocks) * row_chunks - chunk;
-        for (; piece >= row_chunks; piece -= row_chunks) row_block++;
+        PieceWalk at(chunk, idle ? 0 : static_cast<int>(segment.row_blocks) * row_chunks - chunk, row_chunks);
         bool landed = false;  // the chunk is known to have, and is preloaded
         if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return {Progress::ABORTED};
-        const Part first_part = share.of(P::pieces(segment, piece));
-        if (left > 0 && ring.has_landed(place)) {
+        const Part first_part = share.of(P::pieces(segment, at.piece));
+        if (at.left > 0 && ring.has_landed(place)) {
             if (first_part.count >= P::PRELOADED) product.preload(ring.slot(place) + P::offset(first_part.first, rows), rows, lane);
             landed = true;
         }
         float* target;
         const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
             product.clear();
-            const int slot = sliced ? 0 : piece * (KEEPS || ALONE ? chunk_warps : block.program.chunk_warps) + member;
-            target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
+            const int slot = sliced ? 0 : at.piece * (KEEPS || ALONE ? chunk_warps : block.program.chunk_warps) + member;
+            target = partials + at.row_block * block_partials + slot * rows * PARTIAL_ROWS;
         };
         begin_row_block();  // before the operand is there: nothing then waits for it
         // The operand is waited for where the first part reads it: nothing that can be done before is left for later. Partials are
         // not to be written before, either: an attention before may use their place for itself.
-        bool fresh = segment.flags & FW_SEGMENT_FRESH_X, goes_on = true;
-        const auto await_x = [&] {
-            if (!fresh) return;
-            fresh = false;
-            awaiting.begin();
-            goes_on = barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted);
-            __syncwarp();
-            awaiting.end();
-            x_round++;
-        };
-        if (fresh && (SliceWalk<P>::HAS_SLICES || sliced || left <= 0 || first_part.count == 0)) {
+        operand.fresh = segment.flags & FW_SEGMENT_FRESH_X;
+        operand.goes_on = true;
+        const auto await_x = [&] { operand.await(block); };
+        if (operand.fresh && (SliceWalk<P>::HAS_SLICES || sliced || at.left <= 0 || first_part.count == 0)) {
             await_x();
-            if (!__all_sync(~0u, goes_on)) return {Progress::ABORTED};
+            if (!__all_sync(~0u, operand.goes_on)) return {Progress::ABORTED};
         }
         if (sliced && begins) {
             clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
         }
         SliceWalk<P> slice(its, segment);
         const auto next_slice = [&] {  // says whether the launch goes on
-            if (lane < WARP_ARRIVALS) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
             slice.advance(its);
-            x_round++;
-            awaiting.begin();
-            const bool there = warp_barrier_wait(&block.x_full[(x_round - 1) % X_ROUNDS], (x_round - 1) / X_ROUNDS & 1, &block.aborted);
-            awaiting.end();
-            return there;
+            return operand.turn(block, lane);
         };
         Part next;
-        if (KEEPS) next = share.of(P::pieces(segment, piece));
+        if (KEEPS) next = share.of(P::pieces(segment, at.piece));
 #pragma unroll 1
-        for (; left > 0; left -= groups) {
+        for (; at.left > 0; at.left -= groups) {
             const int n_slots = KEEPS ? ring.n_slots : block.ring.n_slots;
-            const Part part = KEEPS ? next : share.of(P::pieces(segment, piece));
+            const Part part = KEEPS ? next : share.of(P::pieces(segment, at.piece));
             const char* fragments = ring.slot(place) + P::offset(part.first, rows);
-            while (SliceWalk<P>::HAS_SLICES && piece >= slice.end) {
+            while (SliceWalk<P>::HAS_SLICES && at.piece >= slice.end) {
                 if (!next_slice()) return {Progress::ABORTED};
             }
-            const int groups_left = P::groups(segment, piece);
-            const element_t* part_x = x + (slice.offset + P::x_fragment(piece * segment.chunk_kblocks, part.first)) * 16;
+            const int groups_left = P::groups(segment, at.piece);
+            const element_t* part_x = x + (slice.offset + P::x_fragment(at.piece * segment.chunk_kblocks, part.first)) * 16;
             if (!landed) {
                 starved.begin();
                 if (!ring.wait_filled(place, &block.aborted)) return {Progress::ABORTED};
@@ -173,16 +203,14 @@ template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segmen
             }
             const int slot = place.slot;
             place.advance(groups, n_slots);
-            const bool early = !KEEPS && left > groups && ring.seems_landed(place);  // asked now, so that the answer is there in time
-            piece += groups;
-            const bool ends = piece >= row_chunks;
-            for (; piece >= row_chunks; piece -= row_chunks) row_block++;
+            const bool early = !KEEPS && at.left > groups && ring.seems_landed(place);  // asked now, so that the answer is there in time
+            const bool ends = at.advance(groups, row_chunks);
             landed = false;
-            if (KEEPS) next = share.of(P::pieces(segment, piece));
+            if (KEEPS) next = share.of(P::pieces(segment, at.piece));
             product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part, groups_left, lane, await_x, [&] {
-                landed = KEEPS ? __all_sync(~0u, ring.seems_landed(place) & (left > groups))
-                               : __all_sync(~0u, early) || (left > groups && ring.has_landed(place));
-                const Part its = KEEPS ? next : share.of(P::pieces(segment, piece));
+                landed = KEEPS ? __all_sync(~0u, ring.seems_landed(place) & (at.left > groups))
+                               : __all_sync(~0u, early) || (at.left > groups && ring.has_landed(place));
+                const Part its = KEEPS ? next : share.of(P::pieces(segment, at.piece));
                 if (!landed || its.count < P::PRELOADED) return 0u;
                 return shared_address(ring.slot(place)) + P::offset(its.first, rows) + lane * 16;
             });
@@ -190,24 +218,24 @@ template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segmen
             if (lane < WARP_ARRIVALS) ring.release(slot);
             if (ends) {
                 product.flush(target, rows, lane, sliced);
-                if (left > groups) begin_row_block();  // behind the last one, the vector warps wait
+                if (at.left > groups) begin_row_block();  // behind the last one, the vector warps wait
             }
         }
-        chunk = -left;
+        chunk = -at.left;
         __syncwarp();
         while (SliceWalk<P>::HAS_SLICES && row_chunks > slice.end) {
             if (!next_slice()) return {Progress::ABORTED};
         }
         if (lane < WARP_ARRIVALS) {
             if (!(segment.flags & FW_SEGMENT_GOES_ON)) barrier_arrive(&block.partial_full[pass & 1]);
-            if (segment.flags & FW_SEGMENT_FRESH_X) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
+            if (segment.flags & FW_SEGMENT_FRESH_X) barrier_arrive(&block.x_read[(operand.round - 1) % X_ROUNDS]);
         }
         if (!(segment.flags & FW_SEGMENT_GOES_ON)) pass++;
-        if (!SliceWalk<P>::HAS_SLICES && !__all_sync(~0u, goes_on)) return {Progress::ABORTED};
+        if (!SliceWalk<P>::HAS_SLICES && !__all_sync(~0u, operand.goes_on)) return {Progress::ABORTED};
     }
     if (warp == 0) {
         starved.tell(block, FW_ANCHOR_STARVED);
-        awaiting.tell(block, FW_ANCHOR_AWAITING);
+        operand.awaiting.tell(block, FW_ANCHOR_AWAITING);
     }
     forget_other_set(block, warp * WARP + lane);
     return {index};
