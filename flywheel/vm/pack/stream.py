@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.plan import KernelVariant
+from flywheel.plan.chunks import chunking, merges, quickest_chunks
 from flywheel.plan.formats import UNIT_ALIGNMENT, UNIT_GROUPS, UNIT_K
 from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS
 from flywheel.plan.step import MatrixCoding
@@ -24,9 +25,6 @@ from flywheel.vm.abi import (
 )
 
 SEGMENT: Final = numpy_struct("amk_segment_t")
-
-CHUNK_UNITS: Final = 0.5
-"""What a chunk costs a warp besides its units, in units (results/gpu/h100/latency.txt, part 3)."""
 
 Rows = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
@@ -62,22 +60,11 @@ def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> t
     return values[0], values[1]
 
 
-def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int, wanted: Any = 1) -> tuple[Any, Any]:
-    """(fragments of a chunk, chunks of a row block) for `kblocks` fragments. Chunks are of nearly equal size, at most
-    `chunk_bytes`, and at least about `wanted`. A fragment is no larger than that."""
-    least = np.maximum(-(-kblocks // (chunk_bytes // fragment_bytes)), wanted)
-    chunk_kblocks = -(-kblocks // least)
-    return chunk_kblocks, -(-kblocks // chunk_kblocks)
-
-
 def spread_chunks(
     instructions: Rows, steps: Rows, entries: tuple[Ints, Ints], kinds: Rows, variant: KernelVariant
 ) -> Rows:
-    """The steps, where quantised matrices of short tiles come in smaller chunks.
-
-    A group of warps multiplies whole chunks. So large chunks leave groups without work if a tile has few row blocks.
-    Each product gets the number of chunks at which its highest tile takes the least time. Operands in slices keep
-    theirs.
+    """The steps, where quantised matrices of short tiles come in smaller chunks: the quickest for a product's highest
+    tile. Operands in slices keep theirs.
     """
     instruction, step = entries
     n_off, n_tile = tile_of(instructions, steps, instruction, step)
@@ -90,13 +77,8 @@ def spread_chunks(
         depth = int(steps[row]["params"]["K"])
         if product["kblocks"] * FRAGMENT_K < depth:
             continue
-        units, least, blocks = -(-depth // UNIT_K), int(product["row_chunks"]), int(row_blocks[row])
-
-        def time(chunks: int, units: int = units, blocks: int = blocks) -> float:
-            rounds = -(-blocks * chunks // variant.chunk_groups)
-            return rounds * (-(-units // chunks) / variant.chunk_warps + CHUNK_UNITS)
-
-        product["row_chunks"] = chunking(units, 1, units, min(range(least, units + 1), key=time))[1]
+        least, blocks = int(product["row_chunks"]), int(row_blocks[row])
+        product["row_chunks"] = quickest_chunks(-(-depth // UNIT_K), least, blocks, variant)
     return spread
 
 
@@ -107,19 +89,6 @@ def blocks_of(coded: Mapping[int, MatrixCoding], fragment_bytes: int, buffers: i
     for row, each in coded.items():
         blocks[row] = UNIT_K // FRAGMENT_K, each.coding.unit_bytes, each.coding.number
     return blocks
-
-
-def _merges(depth: Ints, each: Ints, block_bytes: Any, variant: KernelVariant) -> npt.NDArray[np.bool_]:
-    """Whether slices of `each` K blocks can share a segment.
-
-    They must have equal sizes and chunks of equal sizes, with chunks for every group of warps. Only kernels for several
-    rows support such segments, since a single row is seldom long.
-    """
-    chunk_kblocks, chunks = chunking(each, block_bytes, variant.chunk_bytes)
-    if variant.rows <= 1:
-        return np.zeros(len(depth), np.bool_)
-    enough = depth // each * chunks >= variant.chunk_groups
-    return np.asarray(enough & (each < depth) & (depth % each == 0) & (each % chunk_kblocks == 0))
 
 
 def _format_flags(kind: Any, taken: Ints) -> npt.NDArray[np.uint32]:
@@ -155,7 +124,7 @@ def segments_of(
     weight = instructions["inputs"][instruction, steps["args"][step, 1]]
     kind: Any = kinds[weight]
     in_blocks = [-(-count // kind["fragments"]) for count in (depth, each)]
-    merged = (blocks == 1) & (depth % each == 0) & _merges(in_blocks[0], in_blocks[1], kind["nbytes"], variant)
+    merged = (blocks == 1) & (depth % each == 0) & merges(in_blocks[0], in_blocks[1], kind["nbytes"], variant)
     entry, number = expand(-(-blocks // pass_blocks) * np.where(merged, 1, slices))
     instruction, step, depth, rows, each, beside, slices, merged, weight, kind = (
         column[entry] for column in (instruction, step, depth, rows, each, beside, slices, merged, weight, kind)

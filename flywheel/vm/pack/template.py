@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from flywheel.ir import PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
 from flywheel.plan import KernelVariant
+from flywheel.plan.chunks import chunking
 from flywheel.plan.formats import UNIT_K, ScalePlacement
 from flywheel.plan.kernels import KERNELS
 from flywheel.plan.operands import Held, Staging
@@ -21,7 +22,6 @@ from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS, operand_stride
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, adds_columns, look, names_columns, x_rows
 from flywheel.vm.abi import InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.frequencies import Frequencies
-from flywheel.vm.pack.stream import chunking
 
 _K = InstructionKind
 
