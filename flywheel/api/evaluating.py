@@ -16,7 +16,7 @@ from flywheel.ir.show import escaped, html_table
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import band_of, rounded
 from flywheel.measure.outcome import Rejected
-from flywheel.measure.record import TrialRecord
+from flywheel.measure.record import TrialRecord, row_title
 from flywheel.search.appraise import Appraisal, appraise
 from flywheel.search.knobs import Value
 from flywheel.search.knowledge.chosen import notes_of_work
@@ -46,6 +46,7 @@ class Incumbent:
 
     campaign: str
     trial: int
+    source: str
     config_id: str
     outcome: str
     imported_from: str | None
@@ -55,6 +56,11 @@ class Incumbent:
     gain_low_us: float | None
     gain_high_us: float | None
     speedup: float | None
+
+    @property
+    def title(self) -> str:
+        """The trial's, as `row_title` says it."""
+        return row_title(self.source, self.trial)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,7 +116,7 @@ class EvaluationResult:
 
     def _repr_html_(self) -> str:
         floor = None if self.floor_fraction is None else f"{self.floor_fraction:.1%} reached of {self.floor_us:,.1f} us"
-        best = None if self.incumbent is None else f"trial {self.incumbent.trial} of {self.incumbent.campaign}"
+        best = None if self.incumbent is None else f"{self.incumbent.title} of {self.incumbent.campaign}"
         speedup = None if self.incumbent is None or self.incumbent.speedup is None else f"{self.incumbent.speedup:.3f}"
         names = ("reason", "config_id", "program_id", "tasks", "predictor")
         rows = [("latency", self._took), ("answer", self._answer),
@@ -245,8 +251,9 @@ def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | Non
     best_us = record.objective_us if gained is None else gained.rival_us
     assert best_us is not None
     return Incumbent(
-        campaign=record.campaign, trial=record.trial, config_id=record.config_id, outcome=record.outcome,
-        imported_from=record.imported_from, latency_us=record.latency_us, predicted_us=record.predicted_us,
+        campaign=record.campaign, trial=record.trial, source=record.source, config_id=record.config_id,
+        outcome=record.outcome, imported_from=record.imported_from, latency_us=record.latency_us,
+        predicted_us=record.predicted_us,
         rival_us=None if gained is None else gained.rival_us,
         gain_low_us=None if gained is None else gained.low_us,
         gain_high_us=None if gained is None else gained.high_us,

@@ -67,7 +67,7 @@ class SearchResult:
         gained = None if self.gained is None else gains_in_words(self.gained)
         outcomes = ", ".join(f"{count:,} {outcome.replace('_', ' ')}" for outcome, count in self.outcomes.items())
         answer = None if self.answer is None else f"measured {self.answer.latency_us:,.1f} us, {self.answer.words}"
-        best = None if self.best is None else f"{self.best.took}, trial {self.best.trial}, config {self.best.config_id}"
+        best = None if self.best is None else f"{self.best.took}, {self.best.title}, config {self.best.config_id}"
         rows = [("answer", answer), ("best", best), ("gained", gained), ("trials", outcomes),
                 ("store", store_name(make_store_url(self.store)))]  # fmt: skip
         return html_table(self.campaign, rows)

@@ -21,7 +21,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import resolve_model
 from flywheel.models.decoder import DTYPES
 from flywheel.models.hf import load_scheme
-from flywheel.search.provenance import row_title, stored_text
+from flywheel.search.provenance import stored_text
 from flywheel.search.workload import Workload, default_context, make_workload, notes_of_another
 from flywheel.store.schedule import Schedule, Shipped
 from flywheel.store.sql import Store
@@ -40,7 +40,7 @@ def bundle_answer(store: Store, answer: TrialRecord | Shipped, output: Path | No
         return _write(work_of(answer), answer.schedule.config, said, output)
     workload = make_workload(answer.model, answer.gpu, answer.dtype, answer.context, answer.batch, answer.weights)
     exported = json.loads(stored_text(answer, store))
-    words = f"{row_title(store, answer)} of campaign {answer.campaign}, {answer.kind} {us_of(answer)}"
+    words = f"{answer.title} of campaign {answer.campaign}, {answer.kind} {us_of(answer)}"
     return _write(workload, config_from_dict(json.loads(answer.config)), {"words": words, "exported": exported}, output)
 
 

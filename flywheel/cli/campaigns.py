@@ -37,7 +37,7 @@ from flywheel.cli.text import (
 )
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, judged, marks, ranked, row_name, tied_with, trial_of
+from flywheel.measure.standing import best_of, judged, marks, origin_of, ranked, tied_with
 from flywheel.search.provenance import find_campaign, search_command
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord], gains
     campaign: Campaign = summary.campaign
     lost = lost_pin(campaign)
     top = best_of(trials)
-    tied = ((row_name(record, trials), record.latency_us) for record in tied_with(top, trials))
+    tied = ((record.title, record.latency_us) for record in tied_with(top, trials))
     show(f"{campaign.name}: {campaign.work}")
     last = trials[-1].created_at if trials else ABSENT
     show(
@@ -205,13 +205,13 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord], gains
     if best:
         headers = ("trial", "latency", "<", "tokens/s", "of floor", "<from", "<!config", "?<!program", "<")
         rows = [
-            (str(trial_of(r, trials)), us_of(r), r.outcome, tokens(r.objective_us, r.batch, r.is_predicted),
-             percent(r.floor_fraction), r.source, r.config_id, r.program_id or ABSENT, marks(r) or "")
+            (str(r.trial), us_of(r), r.outcome, tokens(r.objective_us, r.batch, r.is_predicted),
+             percent(r.floor_fraction), origin_of(r, trials), r.config_id, r.program_id or ABSENT, marks(r) or "")
             for r in best
         ]  # fmt: skip
         show_table(headers, rows, indent="  ", gap=True)
     refused = [record for record in trials if record.reason is not None]
     if refused:
         record = refused[-1]
-        said = f"trial {record.trial}, {record.outcome.replace('_', ' ')}: {record.reason}"
+        said = f"{record.title}, {record.outcome.replace('_', ' ')}: {record.reason}"
         show("", f"  last without a latency: {said}")

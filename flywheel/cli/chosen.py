@@ -100,7 +100,6 @@ def _known(workload: Workload, store: Store | None, campaign: str | None) -> Cho
     from flywheel.measure.record import TrialRecord
     from flywheel.search.knowledge.known import best_known
     from flywheel.search.knowledge.shipped import find_shipped
-    from flywheel.search.provenance import row_title
 
     told: list[str] = []
     found = best_known(workload, store, campaign=campaign, tell=told.append)
@@ -110,7 +109,7 @@ def _known(workload: Workload, store: Store | None, campaign: str | None) -> Cho
         assert store is not None
         config, columns = found.config, ("campaign", "trial", "config_id", "latency_us", "program_id", "imported_from",
                                          "created_at")  # fmt: skip
-        origin = {"title": row_title(store, row), **{name: getattr(row, name) for name in columns}}
+        origin = {"title": row.title, **{name: getattr(row, name) for name in columns}}
     elif fit is not None:
         config, why = fit.config, "" if told else "the store has no measurement; "
         told.append(f"{why}taking the shipped schedule {fit.shipped.name}")

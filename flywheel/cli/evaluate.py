@@ -24,6 +24,7 @@ from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import open_predictor
 from flywheel.errors import UsageError
 from flywheel.measure.latency import band_of
+from flywheel.measure.record import row_title
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
@@ -122,7 +123,7 @@ def _show(document: dict[str, Any], measured: str | None) -> None:
     if best is not None:
         best_us = best["latency_us"] or best["predicted_us"]
         shown = predicted if best["latency_us"] is None else us
-        against = f"trial {best['trial']} of {best['campaign']}, {shown(best_us)}"
+        against = f"{row_title(best['source'], best['trial'])} of {best['campaign']}, {shown(best_us)}"
         against += ", imported" if best["imported_from"] is not None else ""
         against += f"; this is {best['speedup']:.3f}x as fast" if best["speedup"] is not None else ""
         against += ", by predictions" if best["latency_us"] is None and best["speedup"] is not None else ""

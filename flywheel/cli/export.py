@@ -36,7 +36,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, trials_of
 from flywheel.models.catalog import resolve_model
 from flywheel.models.formats import weights_name
-from flywheel.search.provenance import find_campaign, origin_text, row_title
+from flywheel.search.provenance import find_campaign, origin_text
 from flywheel.store.schedule import Shipped
 from flywheel.store.tsv import to_csv, to_tsv
 
@@ -246,7 +246,7 @@ def _one(form: str, store: Store, answer: TrialRecord | Shipped) -> tuple[str | 
     """One schedule as a schedule file or a program, and facts about it."""
     if isinstance(answer, TrialRecord):
         text = origin_text(answer, store) if form == "schedule" else _program(answer)
-        said = f"{answer.campaign}, {row_title(store, answer)}: {answer.kind} {us_of(answer)}"
+        said = f"{answer.campaign}, {answer.title}: {answer.kind} {us_of(answer)}"
         if answer.is_predicted and answer.predicted_us is not None:
             said += f", {band_of(answer.gpu, answer.predictor or '').words(answer.predicted_us)}"
         note(said)
@@ -284,7 +284,7 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
         what = ", ".join(f"{name} {value}" for name, value in wanted.items())
         raise UnknownNameError(f"store {store.name}: no {kind} trial of {what}; flywheel campaigns shows what there is")
     if best.is_doubtful:
-        note(f"flywheel: trial {best.trial} of {best.campaign}: {disturbed(best)}; no row was measured on a quiet GPU")
+        note(f"flywheel: {best.title} of {best.campaign}: {disturbed(best)}; no row was measured on a quiet GPU")
     return best
 
 
@@ -319,7 +319,7 @@ def _lowered(workload: Workload, config: ScheduleConfig, record: TrialRecord | N
     made = program_id(program)
     if record is not None and is_another(record.program_id, made):
         raise StoreError(
-            f"trial {record.trial} of campaign {record.campaign!r}: this version lowers its config to program {made}, "
+            f"{record.title} of campaign {record.campaign!r}: this version lowers its config to program {made}, "
             f"the row has {record.program_id}; search again with --fresh"
         )
     return chain(program_pieces(program), "\n")

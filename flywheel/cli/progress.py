@@ -122,7 +122,7 @@ class PlainLines:
         standing = "none feasible yet"
         if best is not None:
             found = f"{us_of(best)} {best.kind}, {percent(best.floor_fraction)} of floor"
-            standing = f"best {found}, trial {best.trial}"
+            standing = f"best {found}, {best.title}"
         width = len(str(self._spec.trials))
         pace = f"  {progress.new_trials / progress.elapsed_s:.1f} trials/s" if progress.elapsed_s > SETTLED_S else ""
         note(f"trials {progress.trials:>{width}}/{self._spec.trials}  {standing}{pace}")

@@ -108,7 +108,7 @@ def _show(found: Shipped) -> None:
                 ("measured on", f"{found.gpu_name}, {found.created_at[:10]}, kernels {found.kernels}"),
                 ("10 % to 90 %", f"{us(document['measured']['p10_us'])} to {us(document['measured']['p90_us'])}"),
                 ("config", f"{asked.config_id}, program {asked.program_id}"),
-                ("from", f"trial {found.trial} of campaign {found.campaign}, {found.table}"),
+                ("from", f"{found.title} of campaign {found.campaign}, {found.table}"),
                 ("file", Command(["flywheel", "schedules", found.stem, "--output", "best.json"])),
             ]
         )

@@ -27,7 +27,7 @@ from flywheel.cli.text import (
 from flywheel.ir import config_from_dict
 from flywheel.measure.latency import band_of
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import disturbed, row_name
+from flywheel.measure.standing import disturbed
 from flywheel.search.gains import gained, gains_document, gains_in_words
 from flywheel.search.knowledge.known import Known, known_document
 from flywheel.search.space import Space, make_space
@@ -168,7 +168,7 @@ def show_found(start: Start, result: CampaignResult, store: str, schedule_file: 
                 ("predicted" if best is None or best.is_predicted else "this search", _beaten(best, answer)),
                 ("range", None if best is None or answer is not None else _range(best)),
                 *(_found(_space(spec), best, rows) if best is not None else ()),
-                ("tied", ties((row_name(record, rows), record.latency_us) for record in result.tied)),
+                ("tied", ties((record.title, record.latency_us) for record in result.tied)),
                 ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
                 ("disturbed", None if best is None or not best.is_doubtful else f"{disturbed(best)}; {DOUBTFUL}"),
                 ("store", where),
@@ -210,7 +210,7 @@ def _space(spec: CampaignSpec) -> Space:
 
 
 def _found(space: Space, best: TrialRecord, rows: Sequence[TrialRecord]) -> list[tuple[str, str | None]]:
-    where = f"{row_name(best, rows)}, config {best.config_id}, program {best.program_id}"
+    where = f"{best.title}, config {best.config_id}, program {best.program_id}"
     gains = gained(space, rows)
     return [
         ("best", where),

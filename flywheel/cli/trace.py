@@ -125,7 +125,7 @@ def _best(store: str, campaign: str) -> Schedule:
     """The best schedule of a campaign that this version lowers: measured if any is, else predicted. Raises
     UnknownNameError, StoreError."""
     from flywheel.ir import config_from_dict
-    from flywheel.measure.standing import best_of, row_name
+    from flywheel.measure.standing import best_of
     from flywheel.search.knowledge.lowered import best_of_work
     from flywheel.search.knowledge.warm import work_of
     from flywheel.search.provenance import find_campaign
@@ -140,7 +140,7 @@ def _best(store: str, campaign: str) -> Schedule:
             best = best_of_work(opened, workload, measured=measured, campaign=origin.name, tell=announce)
         if best is None:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
-    note(f"{best.campaign}, {row_name(best, records)}: {best.kind} {us_of(best)}")
+    note(f"{best.campaign}, {best.title}: {best.kind} {us_of(best)}")
     config = config_from_dict(json.loads(best.config))
     work = (best.model, best.gpu, best.dtype, best.context, best.batch)
     return Schedule(*work, config, best.config_id, best.program_id, best.weights or best.dtype)

@@ -208,7 +208,7 @@ class TrialRecord:
         return None
 
     def __repr__(self) -> str:
-        return f"<TrialRecord {show(self.campaign)}, {self._number}: {self.took}>"
+        return f"<TrialRecord {show(self.campaign)}, {self.title}: {self.took}>"
 
     def _repr_html_(self) -> str:
         floor = None if self.floor_fraction is None else f"{self.floor_fraction:.1%} reached of {self.floor_us:,.1f} us"
@@ -218,11 +218,12 @@ class TrialRecord:
             ("latency", None if self.objective_us is None else self.took), ("weight floor", floor),
             *((name, getattr(self, name)) for name in ("source", "config_id", "program_id", "gpu_name", "created_at")),
         )  # fmt: skip
-        return html_table(self._number, rows)
+        return html_table(self.title, rows)
 
     @property
-    def _number(self) -> str:
-        return f"{'final, row' if self.source == 'final' else 'trial'} {self.trial}"
+    def title(self) -> str:
+        """What people call the row, as `row_title` says it."""
+        return row_title(self.source, self.trial)
 
     @property
     def took(self) -> str:
@@ -291,6 +292,11 @@ def _fault(column: Column, value: Any) -> str | None:
     if fault is None and column.name == "config":
         return _read_config(value)[0]
     return fault
+
+
+def row_title(source: str, number: int) -> str:
+    """What people call a row: `trial 147`, or `final 152` of a final, whose rows are numbered after the trials."""
+    return f"{'final' if source == 'final' else 'trial'} {number}"
 
 
 _REMEMBERED: Final = 4096

@@ -27,17 +27,11 @@ def trials_of(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     return [record for record in records if record.source != "final"]
 
 
-def trial_of(record: TrialRecord, records: Sequence[TrialRecord]) -> int:
-    """The number of the trial that a row is; for a final, of the trial whose program it measured again."""
-    if record.source != "final":
-        return record.trial
+def origin_of(record: TrialRecord, records: Sequence[TrialRecord]) -> str:
+    """A row's source; for a final, with the trial whose program it measured again: `final of trial 147`."""
     tried = (each.trial for each in trials_of(records) if each.program_id == record.program_id)
-    return next(tried, record.trial)
-
-
-def row_name(record: TrialRecord, records: Sequence[TrialRecord]) -> str:
-    """`trial 147`, or `final of trial 147`."""
-    return f"{'final of ' if record.source == 'final' else ''}trial {trial_of(record, records)}"
+    trial = next(tried, None) if record.source == "final" else None
+    return record.source if trial is None else f"{record.source} of trial {trial}"
 
 
 def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:

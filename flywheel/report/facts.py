@@ -11,7 +11,7 @@ from flywheel.errors import ConfigError, FlywheelError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, row_name, tied_with, trials_of
+from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.plan import is_another, program_id
 from flywheel.search.gains import Gains, gained, workload_of
 from flywheel.search.knobs import Choice, Value
@@ -92,7 +92,7 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord], store: Store | No
     except FlywheelError as error:
         missing = str(error)
     else:
-        schedule, missing = (None, None) if best is None else _schedule(workload, best, records)
+        schedule, missing = (None, None) if best is None else _schedule(workload, best)
     missing = "no trial has a latency" if missing is None and schedule is None else missing
     tied = tuple(tied_with(best, records))
     return Facts(campaign, tuple(records), trials, best, tied, knobs, schedule, missing, gains, known)
@@ -123,14 +123,12 @@ def _choice(space: Space, record: TrialRecord) -> Choice | None:
     return space.to_choice(config_from_dict(json.loads(record.config)))
 
 
-def _schedule(
-    workload: Workload, best: TrialRecord, records: Sequence[TrialRecord]
-) -> tuple[TimedSchedule | None, str | None]:
+def _schedule(workload: Workload, best: TrialRecord) -> tuple[TimedSchedule | None, str | None]:
     """The best row's schedule, or why this version does not have it."""
     try:
         program = lower(workload.graph, config_from_dict(json.loads(best.config)), workload.target)
     except ConfigError as error:
-        return None, f"this version does not run the best schedule, {row_name(best, records)}: {error}"
+        return None, f"this version does not run the best schedule, {best.title}: {error}"
     if is_another(best.program_id, program_id(program)):
-        return None, f"{row_name(best, records)}: this version lowers its config to another program"
+        return None, f"{best.title}: this version lowers its config to another program"
     return TimedSchedule(program, tuple(timeline(program)), predict(program), MODEL_VERSION), None

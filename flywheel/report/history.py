@@ -196,8 +196,7 @@ def _best(incumbents: list[TrialRecord], kind: str, across: PlotAxis, up: PlotAx
         if record.objective_us > limit_us:
             continue
         fraction = "" if record.floor_fraction is None else f", {record.floor_fraction:.1%} of the floor"
-        what = "final" if record.source == "final" else "trial"
-        said = tip(f"{what} {record.trial}: {kind} {record.took_us} us{fraction}; config {record.config_id}")
+        said = tip(f"{record.title}: {kind} {record.took_us} us{fraction}; config {record.config_id}")
         marks.append(element("g", _new_best(x, y, said), class_=kind))
     if not stairs:
         return []

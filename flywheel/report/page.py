@@ -11,7 +11,7 @@ from flywheel.ir.show import markup as words
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import RESOLUTION, band_of, rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name
+from flywheel.measure.standing import disturbed, judged, marks, origin_of, ranked
 from flywheel.report.changes import Change, changes, costliest
 from flywheel.report.facts import Facts, Knobs
 from flywheel.report.history import MOST_TIMES, history, shown
@@ -98,7 +98,7 @@ def _head(facts: Facts) -> list[str]:
             notes.append(f"The best of this search is predicted to take {said}: {band.why}.")
     gains = None if facts.gains is None else gains_in_words(facts.gains)
     notes += [] if gains is None else [f"Searching gained {gains}."]
-    notes += [] if best is None or best.is_predicted else _certainty(best, facts.tied, facts.records)
+    notes += [] if best is None or best.is_predicted else _certainty(best, facts.tied)
     colour = "failed" if best is None else best.outcome
     tiles = [*_tiles(facts, step), ("trials", f"{len(facts.trials):,}")]
     return [
@@ -127,13 +127,13 @@ def _tiles(facts: Facts, step: str) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _certainty(best: TrialRecord, tied: Sequence[TrialRecord], records: Sequence[TrialRecord]) -> list[str]:
+def _certainty(best: TrialRecord, tied: Sequence[TrialRecord]) -> list[str]:
     """How certain it is that a measured row is the best, and what disturbed its measurement."""
     said = []
     if best.source != "final":
         said.append("No final was held: these trials were measured at different times, so their order may be chance.")
     elif tied:
-        others = ", ".join(f"{row_name(record, records)} ({record.latency_us:,.1f} us)" for record in tied)
+        others = ", ".join(f"{record.title} ({record.latency_us:,.1f} us)" for record in tied)
         said.append(f"Tied with {others}: the difference is within the noise of the final.")
     elif best.gain_low_us is not None:
         least, most = best.gain_low_us, best.gain_high_us
@@ -299,7 +299,7 @@ def _layer(facts: Facts) -> list[str]:
 
 def _best(facts: Facts, schedule_json: str | None) -> list[str]:
     rows = [
-        (str(r.trial), r.took_us, r.outcome, _percent(r.floor_fraction), r.source, r.config_id,
+        (str(r.trial), r.took_us, r.outcome, _percent(r.floor_fraction), origin_of(r, facts.records), r.config_id,
          r.program_id or "", marks(r) or "")
         for r in ranked(facts.records)[:SHOWN]
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import row_name, trials_of
+from flywheel.measure.standing import trials_of
 from flywheel.search.knobs import REMOVED
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.schedule import Shipped, dump_schedule, schedule_document
@@ -47,11 +47,6 @@ def find_campaign(store: Store, name: str | None) -> Campaign:
     close = get_close_matches(name, names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "flywheel campaigns lists them"
     raise UnknownNameError(f"store {store.name}: no campaign {name!r}; {hint}")
-
-
-def row_title(store: Store, record: TrialRecord) -> str:
-    """`trial 147`, or `final of trial 147`, of a row of the store. Raises StoreError."""
-    return row_name(record, store.trials(record.campaign) if record.source == "final" else ())
 
 
 def search_command(campaign: Campaign, trials: int = 0) -> str:

@@ -24,7 +24,7 @@ from flywheel.errors import MirrorError, UsageError
 from flywheel.installing import install_line
 from flywheel.measure.latency import band_of, rounded, tokens_per_s
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, incumbents, row_name, tied_with, trials_of
+from flywheel.measure.standing import best_of, incumbents, tied_with, trials_of
 from flywheel.process import default_environment
 from flywheel.store.campaign import Campaign, work_named
 from flywheel.store.mirror import (
@@ -351,8 +351,8 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord], gained: str | 
     rate = tokens_per_s(best.objective_us, campaign.batch)
     tokens = rounded(rate) if best.is_predicted else f"{rate:,.0f}"
     said = f"**{kind}** {took} a {step} ({tokens} tokens/s){_expected(best)}{floor}"
-    tied = ", ".join(row_name(record, records) for record in tied_with(best, records))
-    said = f"{work}: {said}; {row_name(best, records)}, of {count} trials{f'; **tied** with {tied}' if tied else ''}."
+    tied = ", ".join(record.title for record in tied_with(best, records))
+    said = f"{work}: {said}; {best.title}, of {count} trials{f'; **tied** with {tied}' if tied else ''}."
     return said if gained is None else f"{said} {gained}"
 
 

@@ -16,7 +16,7 @@ from flywheel.ir.files import read_json, read_text
 from flywheel.ir.show import listed
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import band_of, curtailed
-from flywheel.measure.record import COMPARED_WITH, JUDGED_WITH, MEASURED_WITH, TrialRecord
+from flywheel.measure.record import COMPARED_WITH, JUDGED_WITH, MEASURED_WITH, TrialRecord, row_title
 
 _T = TypeVar("_T")
 
@@ -51,7 +51,7 @@ def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
     """
     if record.objective_us is None:
         raise StoreError(
-            f"trial {record.trial} of campaign {record.campaign!r}: {record.outcome}, so it has no schedule to export"
+            f"{record.title} of campaign {record.campaign!r}: {record.outcome}, so it has no schedule to export"
         )
     return {
         "format": FORMAT,
@@ -201,8 +201,8 @@ SHIPPED: Final = Path(__file__).resolve().parents[1] / "schedules"
 class Shipped:
     """A schedule that comes with flywheel: the name of its file, and its measured latency `median_us`.
 
-    `campaign` and `trial` name the row of that measurement, and `table` the table of the repository that has the row.
-    `gpu_name`, `kernels` and `created_at` say on what, with which kernels and when it was measured.
+    `campaign`, `trial` and `source` name the row of that measurement, and `table` the table of the repository that has
+    the row. `gpu_name`, `kernels` and `created_at` say on what, with which kernels and when it was measured.
     """
 
     name: str
@@ -210,6 +210,7 @@ class Shipped:
     median_us: float
     campaign: str
     trial: int
+    source: str
     table: str
     gpu_name: str
     kernels: str
@@ -219,6 +220,11 @@ class Shipped:
     def stem(self) -> str:
         """The name by which users call it: the file's, without `.json`."""
         return self.name.removesuffix(".json")
+
+    @property
+    def title(self) -> str:
+        """The row's, as `row_title` says it."""
+        return row_title(self.source, self.trial)
 
     def text(self) -> str:
         """The file's text."""
@@ -236,7 +242,7 @@ def _read(path: Path) -> Shipped:
     schedule = schedule_from_document(document, f"schedule {path}")
     try:
         measured, origin = document["measured"], document["provenance"]
-        told = (origin[name] for name in ("campaign", "trial", "table", "gpu_name", "kernels", "created_at"))
+        told = (origin[name] for name in ("campaign", "trial", "source", "table", "gpu_name", "kernels", "created_at"))
         return Shipped(path.name, schedule, measured["median_us"], *told)
     except (KeyError, TypeError):
         raise StoreError(f"schedule {path}: says neither what it took nor where it is from") from None

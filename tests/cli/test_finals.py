@@ -13,6 +13,7 @@ import pytest
 from click.testing import Result
 from rows import timed
 
+import flywheel
 from flywheel.cli.events import JsonLines
 from flywheel.cli.progress import PlainLines
 from flywheel.measure.record import TrialRecord
@@ -50,23 +51,30 @@ def measured(run: Run, searched: Path) -> list[TrialRecord]:
 def test_every_command_names_the_final_s_best(run: Run, measured: list[TrialRecord]) -> None:
     schedule = json.loads(run("export", "--format", "schedule", "--campaign", "gpu").stdout)
     assert (schedule["provenance"]["trial"], schedule["measured"]["median_us"]) == (BEST, 3100.0)
-    assert run("export", "--format", "schedule", "--campaign", "gpu").stderr.startswith("gpu, final of trial 1: ")
+    assert run("export", "--format", "schedule", "--campaign", "gpu").stderr.startswith("gpu, final 6: ")
     assert (schedule["measured"]["gain_low_us"], schedule["measured"]["gain_high_us"]) == (-1.0, 1.0)
     shown = json.loads(run("campaigns", "gpu", "--json").stdout)
     assert [row["trial"] for row in shown["best"]] == [6, 5, 4, 2, 3]
     assert (shown["tied"], shown["trials"], shown["outcomes"]) == ([5], TRIALS, {"measured": TRIALS})
     (listed,) = json.loads(run("campaigns", "--json").stdout)["campaigns"]
     assert listed["best_measured_us"] == 3100.0
-    assert "with final of trial 0 (3,101.0 us): the difference is within the noise" in run("campaigns", "gpu").stdout
+    assert "with final 5 (3,101.0 us): the difference is within the noise" in run("campaigns", "gpu").stdout
+    text = " ".join(run("campaigns", "gpu").stdout.split())
+    assert " 6 3,100.0 us measured " in text and " final of trial 1 " in text
     verdict = run("evaluate", "-", "--measure", "predict", stdin=json.dumps(schedule))
     assert verdict.exit_code == 0
+    assert "by this schedule, on" in verdict.stdout
+    answer = flywheel.evaluate(config=schedule, measure="predict", store="flywheel.db").answer
+    assert answer is not None
+    assert answer.words == f"final {BEST} of campaign gpu"
 
 
 def test_a_report_and_a_table_count_its_trials(run: Run, measured: list[TrialRecord]) -> None:
     assert json.loads(run("report", "gpu", "--json").stdout)["trials"] == TRIALS
     page = Path("gpu.html").read_text(encoding="utf-8")
     assert "3,100.0 us a token</b>best, measured" in page
-    assert "Tied with final of trial 0" in page
+    assert "Tied with final 5" in page
+    assert '<td class="n">6</td>' in page and "<td>final of trial 1</td>" in page
     results = json.loads(run("export", "--format", "t4", "--campaign", "gpu").stdout)["results"]
     times = [{each["name"]: each["value"] for each in result["measurements"]}["time"] for result in results]
     assert times == pytest.approx([3.101, 3.1, 3.002, 3.003, 2.999])

@@ -177,7 +177,7 @@ def test_a_final_is_no_trial_and_its_fastest_is_the_best(make_records: Records, 
 
 def test_a_best_that_is_tied_says_so(make_records: Records, make_campaign: Campaigns) -> None:
     text = page(gather(make_campaign(), held(make_records, high_us=1.0)), None, "x")
-    assert "Tied with final of trial 0 (2,100.0 us): the difference is within the noise of the final." in text
+    assert "Tied with final 3 (2,100.0 us): the difference is within the noise of the final." in text
     assert "99 % interval" not in text
 
 

@@ -51,7 +51,7 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
     for record in records:
         fault = _work_fault(record)
         if fault is not None:
-            raise UsageError(f"trial {record.trial} of campaign {record.campaign!r}: {fault}")
+            raise UsageError(f"{record.title} of campaign {record.campaign!r}: {fault}")
     campaign = _campaign_of(name, records)
     known = store.campaign(name)
     for field in (*_SAME, "measure") if known is not None else ():
@@ -65,7 +65,7 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
     for record in marked:
         before = there.get(record.trial)
         if before is not None and replace(before, imported_from=record.imported_from) != record:
-            raise StoreError(f"store {store.name}: campaign {name!r} has another trial {record.trial}")
+            raise StoreError(f"store {store.name}: campaign {name!r} has another {record.title}")
     new = sorted((record for record in marked if record.trial not in there), key=lambda record: record.trial)
     own = sum(not record.is_imported for record in there.values())
     if new and own:

@@ -32,8 +32,8 @@ class Known:
     def words(self) -> str:
         """Where the schedule is: `trial 7 of campaign NAME`, or `shipped schedule NAME`."""
         match self.origin:
-            case TrialRecord(trial=trial, campaign=campaign):
-                return f"trial {trial} of campaign {campaign}"
+            case TrialRecord(title=title, campaign=campaign):
+                return f"{title} of campaign {campaign}"
             case Shipped(stem=stem):
                 return f"shipped schedule {stem}"
 

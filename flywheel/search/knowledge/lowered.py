@@ -35,7 +35,7 @@ def best_of_work(
     why = None if best is None else _refusal(best, workload)
     if best is None or why is None:
         return best
-    tell(f"trial {best.trial} of campaign {best.campaign}, {best.took}, is passed over: {why}")
+    tell(f"{best.title} of campaign {best.campaign}, {best.took}, is passed over: {why}")
     campaigns = [
         each.campaign.name
         for each in store.campaigns()
