@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+from flywheel.api.arguments import checked
 from flywheel.cost_model import Predictor, open_predictor
 from flywheel.decode.notes import Note
 from flywheel.ir import ScheduleConfig
@@ -143,6 +144,7 @@ class EvaluationResult:
         return None if self.answer is None else f"measured {self.answer.latency_us:,.1f} us, {self.answer.words}"
 
 
+@checked
 def evaluate(
     *,
     config: ScheduleConfig | Schedule | Mapping[str, Any] | str | Path,

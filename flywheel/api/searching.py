@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from flywheel.api.arguments import checked
 from flywheel.api.frame import to_dataframe
 from flywheel.decode.notes import Note, notes_of_defaults
 from flywheel.errors import UsageError
@@ -83,6 +84,7 @@ class SearchResult:
             return found
         return f"{found}; measured {self.answer.latency_us:,.1f} us by {self.answer.words}"
 
+    @checked
     def save(self, path: str | Path, *, predicted: bool = False) -> Path:
         """Write the answer as a schedule file, the bytes of `flywheel export` or `flywheel schedules`. Without an
         answer, it is the best prediction; so it is with `predicted`, as by `flywheel export --predicted`. Returns the
@@ -99,6 +101,7 @@ class SearchResult:
         with read_store(self.store) as store:
             return _written(path, origin_text(origin, store), self.store)
 
+    @checked
     def report(self, path: str | Path) -> Path:
         """Write the campaign as one HTML page, as `flywheel report` does. Returns the path.
 
@@ -120,6 +123,7 @@ class SearchResult:
             return to_dataframe(store.trials(self.campaign))
 
 
+@checked
 def search(
     *,
     model: str,
@@ -144,7 +148,7 @@ def search(
     machine: str | Path | None = None,
     prefilter: float | None = None,
     predictions: int = DEFAULT_PREDICTIONS,
-    fix: Mapping[str, str | int] | None = None,
+    fix: Mapping[str, str | SupportsIndex] | None = None,
     name: str | None = None,
     store: str | Path = "flywheel.db",
     fresh: bool = False,

@@ -97,6 +97,8 @@ def _remove(name: str | None, archive: Path | None, yes: bool, store: str) -> No
         raise UsageError("campaigns: --archive and --delete need the NAME of a campaign")
     with open_store(store, create=False) as opened:
         campaign = find_campaign(opened, name)
+        if campaign.name != name:
+            raise UsageError(f"campaigns: {name!r} only begins a name; to remove {campaign.name}, give it whole")
         rows = opened.trials(campaign.name)
         if archive is not None:
             if archive.exists():

@@ -107,9 +107,9 @@ class Decoder:
         """Load a checkpoint's directory, a bundle's directory, or a model by its catalog name, with random weights from
         `seed`.
 
-        `schedule` is an exported schedule or its path. None takes the best measured schedule of the workload in `store`
-        (a URL or file), else the shipped schedule that fits best, else the one that a search tries first. `device` is
-        by default cuda if there is a usable GPU, else reference. `gpu`, `dtype`, `context`, `max_sequences` and
+        `schedule` is an exported schedule or its path. None takes the fastest that is known of the workload, in
+        `store` (a URL or file) or shipped, else the shipped one that fits best, else what a search tries first. By
+        default, `device` is cuda if a GPU is usable, else reference. `gpu`, `dtype`, `context`, `max_sequences` and
         `weights` (the format of matrices) override the schedule's and the checkpoint's values. `weights` may also be
         tensors by their names in a checkpoint, which replace the model's own; tensors that are on the device in the
         compute dtype are not copied. `ranks` GPUs share a step; by default the schedule's number.

@@ -107,6 +107,14 @@ def test_a_campaign_is_deleted_only_once_it_is_said_twice(run: Run, store: str) 
     assert run("campaigns", "--delete", "--store", store).exit_code == 2
 
 
+@pytest.mark.parametrize("how", [("--delete", "--yes"), ("--archive", "old.tsv")])
+def test_the_beginning_of_a_name_deletes_and_archives_nothing(how: tuple[str, ...], run: Run, store: str) -> None:
+    result = run("campaigns", "sma", *how, "--store", store)
+    assert (result.exit_code, Path("old.tsv").exists()) == (2, False)
+    assert result.stderr == "flywheel: campaigns: 'sma' only begins a name; to remove small, give it whole\n"
+    assert run("campaigns", "small", "--store", store).exit_code == 0
+
+
 def test_an_archived_campaign_comes_back_as_it_was(run: Run, store: str) -> None:
     with open_store(store) as opened:
         before = opened.trials("small")
