@@ -76,10 +76,12 @@ def best_known(
     shipped = Known(fit.config, fit.shipped.median_us, fit.shipped)
     if own is None or store is None:
         return shipped
-    if not _goes_before(shipped, own, store):
-        return own
-    tell(f"{shipped.words}, measured {shipped.latency_us:,.1f} us, goes before {own.words}, {own.latency_us:,.1f} us")
-    return shipped
+    wins, took = _goes_before(shipped, own, store), f"{shipped.latency_us:,.1f} us"
+    if wins:
+        tell(f"{shipped.words}, measured {took}, goes before {own.words}, {own.latency_us:,.1f} us")
+    elif shipped.latency_us < own.latency_us and shipped.config != own.config:
+        tell(f"{shipped.words}, measured {took} where it was found, was no faster than {own.words} in that campaign")
+    return shipped if wins else own
 
 
 def answer_of(workload: Workload, store: Store, campaign: str, before: Known | None) -> Known | None:

@@ -173,6 +173,8 @@ def test_a_campaign_that_measured_the_shipped_schedule_itself_is_believed(measur
     """A slower GPU measured both: what another one took says nothing of which is faster here."""
     url = measured((SHIPPED.schedule.config, SLOW + 9), (lowered(1), SLOW))
     with open_store(url) as store:
-        before = best_known(WORK, None)
-        for found in (best_known(WORK, store), answer_of(WORK, store, "mine", before)):
+        before, told = best_known(WORK, None), list[str]()
+        for found in (best_known(WORK, store, tell=told.append), answer_of(WORK, store, "mine", before)):
             assert found is not None and found.latency_us == SLOW
+    assert told == [f"shipped schedule {NAME}, measured {SHIPPED.median_us:,.1f} us where it was found, was no faster "
+                    "than trial 1 of campaign mine in that campaign"]  # fmt: skip
