@@ -83,7 +83,7 @@ def campaigns(
     best = [asdict(record) for record in ranked(trials)[:SHOWN]]
     tied = [record.trial for record in tied_with(best_of(trials), trials)]
     gains = _gained(campaign, trials)
-    document = {"store": where, **_document(summary), "hosts": _hosts(trials), "gained": gains_document(gains),
+    document = {"store": where, **_document(summary), "gained": gains_document(gains),
                 "best": best, "tied": tied}  # fmt: skip
     give(document, output, as_json, lambda: _show(where, summary, trials, gains))
 
@@ -105,8 +105,9 @@ def _remove(name: str | None, archive: Path | None, yes: bool, store: str) -> No
                 raise UsageError(f"{archive}: exists already; name a new file")
             write_file(archive, to_tsv(rows))
             announce_written(archive)
-        elif not yes:
-            click.confirm(f"Delete {campaign.name} and its {amount(len(rows), 'row')}?", abort=True, err=True)
+        elif not yes and not click.confirm(f"Delete {campaign.name} and its {amount(len(rows), 'row')}?", err=True):
+            note(f"kept campaign {campaign.name}")
+            return
         opened.delete_campaign(campaign.name)
     note(f"deleted campaign {campaign.name}, {amount(len(rows), 'row')}")
 
@@ -116,7 +117,7 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
         show(f"{where}: no campaigns")
         return
     headers = ("<!campaign", "?<!model", "?<!GPU", "?<dtype", "?context", "?batch", "?<sampler", "?trials", "best",
-               "<!", "?tokens/s", "?<started", "?<outcomes")  # fmt: skip
+               "<!", "?tokens/s", "?<started", "?<host", "?<outcomes")  # fmt: skip
     rows = []
     for summary in summaries:
         campaign = summary.campaign
@@ -126,7 +127,8 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
             (
                 campaign.name, campaign.model, campaign.gpu, _types(campaign), str(campaign.context),
                 str(campaign.batch), campaign.sampler, f"{summary.trials:,}", shown, kind,
-                tokens(best, campaign.batch, kind == "predicted"), campaign.created_at[:10], counts(summary.outcomes),
+                tokens(best, campaign.batch, kind == "predicted"), campaign.created_at[:10], ", ".join(summary.hosts),
+                counts(summary.outcomes),
             )
         )  # fmt: skip
     show_table(headers, rows)
@@ -140,11 +142,6 @@ def _gained(campaign: Campaign, trials: list[TrialRecord]) -> Gains | None:
         return gains_of(campaign, trials)
     except FlywheelError:
         return None
-
-
-def _hosts(trials: list[TrialRecord]) -> list[str]:
-    """The machines that ran the trials, in the order of their first."""
-    return list(dict.fromkeys(record.host for record in trials))
 
 
 def _types(campaign: Campaign) -> str:
@@ -172,6 +169,7 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
         "best_measured_us": summary.best_measured_us,
         "best_imported_us": summary.best_imported_us,
         "best_predicted_us": summary.best_predicted_us,
+        "hosts": list(summary.hosts),
     }
 
 
@@ -190,7 +188,7 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord], gains
             [
                 ("started", campaign.created_at),
                 ("last trial", last),
-                ("hosts", ", ".join(_hosts(trials)) or None),
+                ("hosts", ", ".join(summary.hosts) or None),
                 ("GPU", ", ".join(dict.fromkeys(filter(None, (record.gpu_name for record in trials)))) or None),
                 ("gained", None if gains is None else gains_in_words(gains)),
                 ("trials", f"{summary.trials:,}: {counts(summary.outcomes)}"),

@@ -88,7 +88,12 @@ def import_file(
     text = read_argument(path, newlines=False)
     first = text.partition("\n")[0].rstrip("\r").split("\t")
     with open_store(store) as opened:
-        if text.lstrip().startswith("{"):
+        is_schedule = text.lstrip().startswith("{")
+        if campaign is not None and (is_schedule or MARK in first):
+            raise UsageError(f"{path}: has no campaigns; --campaign goes with flywheel's tables")
+        if corpus is not None and (is_schedule or MARK not in first):
+            raise UsageError(f"{path}: names no schedules by id; --corpus goes with AutoMegaKernel's tables")
+        if is_schedule:
             schedule = _schedule(json_of(text, path), path)
             settled = settle_work("import", work, schedule)
             document = _priors(opened, name, settled, measure, [schedule.config])

@@ -16,6 +16,7 @@ from flywheel.cli.options import (
     batch_option,
     command,
     json_option,
+    once,
     output_option,
     ranks_option,
     setting,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 @click.option("--config", "config_file", metavar="FILE|-",
               help="ScheduleConfig or exported schedule, as JSON.  "
                    "[default: the one that a search tries first]")  # fmt: skip
-@click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
+@click.option("--set", "settings", type=setting, callback=once, multiple=True, metavar="NAME=VALUE",
               help="Set one knob of the search space; repeatable.")  # fmt: skip
 @click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
 @ranks_option

@@ -57,6 +57,18 @@ def setting(text: str) -> tuple[str, str]:
     return name, value
 
 
+def once(
+    ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
+    """The pairs of an option that takes several, each of another name."""
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        values = ", ".join(value for name, value in pairs if name == twice)
+        raise click.BadParameter(f"{twice} has {names.count(twice)} values, {values}; give one", ctx, param)
+    return pairs
+
+
 class NameOf(click.Choice[str]):
     """One of some names; the message for another one has the closest."""
 

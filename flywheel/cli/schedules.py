@@ -13,6 +13,8 @@ from flywheel.errors import UnknownNameError, UsageError
 from flywheel.ir.files import parse_json
 from flywheel.ir.show import did_you_mean
 from flywheel.measure.latency import tokens_per_s
+from flywheel.models.catalog import resolve_model
+from flywheel.search.workload import find_target, gpus_of
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Shipped, shipped_schedules
 
@@ -29,12 +31,19 @@ def schedules(name: str | None, model: str | None, gpu: str | None, output: Path
     Each was measured, and its numbers compared with the oracle's. With NAME, --output writes the file that --config of
     other commands takes.
     """
+    wanted = {"model": model, "gpu": gpu}
+    narrowed = [option for option, value in wanted.items() if value is not None]
+    if name is not None and narrowed:
+        raise UsageError(f"schedules: --{narrowed[0]} narrows the list; {name} is one schedule")
+    if model is not None:
+        wanted["model"] = resolve_model(model).name
+    if gpu is not None:
+        find_target(gpus_of(gpu)[1])
     if name is not None:
         _give(find_shipped_named(name), output, as_json)
         return
     if output is not None:
         raise UsageError("schedules: --output writes one schedule; give its NAME")
-    wanted = {"model": model, "gpu": gpu}
     found = [
         each
         for each in shipped_schedules()

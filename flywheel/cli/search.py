@@ -23,6 +23,7 @@ from flywheel.cli.options import (
     check_writable,
     command,
     json_option,
+    once,
     ranks_option,
     seconds,
     setting,
@@ -93,7 +94,7 @@ def _default(name: str, text: str) -> str:
               help="Do not measure a schedule whose predicted latency is over FACTOR times that of the best.")
 @click.option("--predictions", type=int, metavar="N", help=_default(
     "predictions", "Predictions from which the sampler descent chooses what to measure, on a calibrated GPU."))
-@click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True,
+@click.option("--fix", type=setting, callback=once, metavar="NAME=VALUE", multiple=True,
               help="Fix the value of a knob (see flywheel knobs); repeatable.")
 @click.option("--name", metavar="NAME", help="Name of the campaign.  [default: derived from the workload]")
 @click.option(

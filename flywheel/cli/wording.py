@@ -60,6 +60,8 @@ def renewed(command: click.Command, args: Sequence[str]) -> tuple[list[str], lis
             return [*words, *args[place:]], said
         flag, sign, value = word.partition("=")
         if not is_value and flag in old:
+            if any(each.partition("=")[0] == old[flag] for each in args):
+                raise click.UsageError(f"{flag} and {old[flag]} are one option; give it once")
             said.append(f"{flag} is now {old[flag]}")
             word = f"{old[flag]}{sign}{value}"
         words.append(word)

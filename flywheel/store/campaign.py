@@ -104,7 +104,8 @@ class CampaignSummary:
     """A campaign with the number of its trials, in all and by outcome, and its best latency of each kind in us:
     measured into this store, imported, predicted; None if there is none.
 
-    `rows` counts all its rows: its trials and the measurements of its finals.
+    `rows` counts all its rows: its trials and the measurements of its finals. `hosts` are the machines that ran its
+    trials, in the order of their first.
     """
 
     campaign: Campaign
@@ -114,6 +115,7 @@ class CampaignSummary:
     best_measured_us: float | None
     best_imported_us: float | None
     best_predicted_us: float | None
+    hosts: tuple[str, ...]
 
     def __repr__(self) -> str:
         timed = (("measured", self.best_measured_us), ("imported", self.best_imported_us))

@@ -126,9 +126,9 @@ class Store:
         """Every campaign, oldest first, with its counts and best latencies."""
         with reading(self._engine, self.name) as connection:
             found = [self._campaign(row) for row in connection.execute(select(campaigns)).mappings()]
-            tallies = _tallies(connection, self.name) if found else {}
+            tallies, hosts = (_tallies(connection, self.name), _hosts(connection)) if found else ({}, {})
         found.sort(key=lambda campaign: (campaign.created_at, campaign.name))  # by code point, whatever the database's
-        return [_summary(campaign, tallies.get(campaign.name, {})) for campaign in found]
+        return [_summary(campaign, tallies.get(campaign.name, {}), hosts.get(campaign.name, ())) for campaign in found]
 
     def append(self, record: TrialRecord) -> None:
         """Add a trial for good. Raises TrialExistsError where its campaign has that trial already."""
@@ -346,7 +346,19 @@ def _tallies(connection: Connection, name: str) -> dict[str, dict[str, _OutcomeT
     return tallies
 
 
-def _summary(campaign: Campaign, tallies: dict[str, _OutcomeTally]) -> CampaignSummary:
+def _hosts(connection: Connection) -> dict[str, tuple[str, ...]]:
+    """By campaign, the machines of its trials, in the order of their first."""
+    first = func.min(trials.c.trial)
+    query = select(trials.c.campaign, trials.c.host).group_by(trials.c.campaign, trials.c.host).order_by(first)
+    found: dict[str, tuple[str, ...]] = {}
+    for campaign, host in connection.execute(query):
+        found[campaign] = (*found.get(campaign, ()), str(host))
+    return found
+
+
+def _summary(
+    campaign: Campaign, tallies: dict[str, _OutcomeTally], hosts: tuple[str, ...]
+) -> CampaignSummary:
     outcomes = {outcome: tally.trials for outcome, tally in tallies.items() if tally.trials}
     measured, predicted = tallies.get("measured"), tallies.get("predicted")
     return CampaignSummary(
@@ -357,6 +369,7 @@ def _summary(campaign: Campaign, tallies: dict[str, _OutcomeTally]) -> CampaignS
         None if measured is None else measured.latency_us,
         None if measured is None else measured.imported_us,
         None if predicted is None else predicted.predicted_us,
+        hosts,
     )
 
 

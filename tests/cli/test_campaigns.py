@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 from click.testing import Result
@@ -21,7 +22,7 @@ def test_campaigns_are_listed_with_outcomes_and_whether_the_best_is_predicted(ru
     text = run("campaigns", "--store", str(searched)).stdout
     assert len(text.splitlines()) == 2
     assert "small" in text
-    assert re.search(r"us  predicted +[\d,]+  \d{4}-\d\d-\d\d  predicted 5", text)
+    assert re.search(r"us  predicted +[\d,]+  \d{4}-\d\d-\d\d  \S+  predicted 5", text)
     document = json.loads(run("campaigns", "--store", str(searched), "--json").stdout)
     (campaign,) = document["campaigns"]
     assert (campaign["trials"], campaign["outcomes"], campaign["best_measured_us"]) == (5, {"predicted": 5}, None)
@@ -101,6 +102,11 @@ def test_a_campaign_is_deleted_only_once_it_is_said_twice(run: Run, store: str) 
     asked = run("campaigns", "small", "--delete", "--store", store)
     assert asked.exit_code == 130  # nobody answered
     assert json.loads(run("campaigns", "--store", store, "--json").stdout)["campaigns"]
+    kept = run("campaigns", "small", "--delete", "--store", store, stdin="n\n")
+    assert (kept.exit_code, kept.stderr.splitlines()[-1]) == (0, "kept campaign small")
+    (there,) = json.loads(run("campaigns", "--store", store, "--json").stdout)["campaigns"]
+    assert there["hosts"] == [gethostname()]
+    assert f" {gethostname()} " in run("campaigns", "--store", store).stdout
     done = run("campaigns", "small", "--delete", "--yes", "--store", store)
     assert (done.exit_code, done.stderr) == (0, "deleted campaign small, 5 rows\n")
     assert json.loads(run("campaigns", "--store", store, "--json").stdout)["campaigns"] == []

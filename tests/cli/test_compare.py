@@ -111,6 +111,7 @@ def test_the_picture_has_both_bars(run: Run) -> None:
         (("empty.json", H100), "empty.json: JSON: Expecting value"),
         ((H100, H200, "--fail-if-slower", "two"), "is not a percentage"),
         (("small", H200, "--fail-if-slower", "2%"), "not one of each"),
+        ((H100, H200, "-o", "a.svg", "--picture", "b.svg"), "-o and --picture are one option; give it once"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line_and_code_2(

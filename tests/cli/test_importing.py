@@ -107,6 +107,15 @@ def test_a_csv_with_one_bad_cell_is_refused_in_one_line_and_leaves_no_row(run: R
             assert store.campaigns() == []
 
 
+def test_an_option_for_another_kind_of_file_is_refused(run: Run, searched: Path) -> None:
+    run("export", "--format", "schedule", "--campaign", "small", "--store", searched, "--output", "best.json")
+    Path("corpus.jsonl").touch()
+    for option in (("--campaign", "foo"), ("--corpus", "corpus.jsonl")):
+        refused = run("import", "best.json", "--name", "x", *option)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert f"{option[0]} goes with " in refused.stderr
+
+
 @pytest.mark.parametrize("text", [",", ";;;\n", '"', "a,b\n1,2\n", "config_id", '"config_id', "\ufeff", "config_id,\0"])
 def test_a_text_that_is_no_table_is_refused_in_one_line(run: Run, text: str) -> None:
     refused = run("import", "-", "--name", "x", stdin=text)

@@ -49,6 +49,9 @@ def test_one_is_shown_by_a_name_that_begins_only_one(run: Run) -> None:
         (("lama3-8b-h100-bf16-c512-b1",), f"did you mean {NAME}"),
         (("llama3-8b-h",), "11 shipped schedules begin with it"),
         (("--output", "all.json"), "give its NAME"),
+        (("--gpu", "h1000"), "GPU 'h1000': did you mean h100 or h200?"),
+        (("--model", "./nope"), "nope"),
+        ((NAME, "--gpu", "h200"), "--gpu narrows the list"),
     ],
 )
 def test_what_does_not_name_one_schedule_is_a_usage_error(words: tuple[str, ...], expected: str, run: Run) -> None:

@@ -370,6 +370,7 @@ def test_a_search_says_whose_schedules_it_begins_with_and_cold_ones_have_none(ru
     ("options", "hint"),
     [
         (("--fix", "depht=3"), "knob 'depht': did you mean depth? It is not one of"),
+        (("--fix", "depth=1", "--fix", "depth=2"), "depth has 2 values, 1, 2; give one"),
         (("--sampler", "tp"), "did you mean tpe?"),
     ],
 )
