@@ -203,7 +203,9 @@ class CampaignRun:
                 self._study.add(proposal.choice, self._told(record))
             watch(self._progress(record, improved, start))
         if stopped != "interrupted" and self._measured:
-            rows = hold_final(self._store, self._name, self._engine, self._spec, self._environment)
+            rows = hold_final(
+                self._store, self._name, self._engine, self._spec, self._space.workload, self._environment
+            )
             self._tally.best = best_of(self._store.trials(self._name))
             for record in rows:
                 watch(self._progress(record, record == self._tally.best, start))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from statistics import median
 from typing import Final
 
@@ -16,11 +17,13 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import Contest, Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, standing
+from flywheel.search.knowledge.lowered import lowers
 from flywheel.search.noise import Gain, gain
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.trials.engine import TrialEngine
 from flywheel.search.trials.evaluate import Evaluation
+from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 
 FINALISTS: Final = 5
@@ -28,26 +31,26 @@ ROUNDS: Final = 12
 """How often all finalists are loaded anew and timed."""
 
 
-def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The rows of the fastest FINALISTS programs, imported ones included, each by its fastest row; and of the fastest
-    program that was known before the search, so that the final says what searching gained. Empty if fewer than two
-    programs were measured, or if these programs have had their final in this store, and nobody else computed on the GPU
-    then."""
+def finalists(records: Sequence[TrialRecord], workload: Workload) -> list[TrialRecord]:
+    """The rows of the fastest FINALISTS programs that this version lowers, imported ones included, each by its fastest
+    row; and of the fastest program that was known before the search, so that the final says what searching gained.
+    Empty if fewer than two programs were measured, or if these programs have had their final in this store, and nobody
+    else computed on the GPU then."""
     seeds = {record.program_id for record in records if record.source == "seed"}
     fastest: dict[str | None, TrialRecord] = {}
     for record in sorted(standing(records), key=lambda record: (record.objective_us or 0.0, record.trial)):
         if record.outcome == "measured":
             fastest.setdefault(record.program_id, record)
-    ordered = list(fastest.values())
-    chosen = ordered[:FINALISTS]
+    able = (record for record in fastest.values() if lowers(record, workload))
+    chosen = list(islice(able, FINALISTS))
     if not any(record.program_id in seeds for record in chosen):
-        chosen += [record for record in ordered if record.program_id in seeds][:1]
+        chosen += islice((record for record in able if record.program_id in seeds), 1)
     settled = all(record.source == "final" and not record.is_imported and not record.strangers for record in chosen)
     return [] if len(chosen) < 2 or settled else chosen
 
 
 def hold_final(
-    store: Store, name: str, engine: TrialEngine, spec: CampaignSpec, environment: Environment
+    store: Store, name: str, engine: TrialEngine, spec: CampaignSpec, workload: Workload, environment: Environment
 ) -> list[TrialRecord]:
     """Measure a campaign's best programs again, in turn, and append a row for each; no rows if a worker dies meanwhile.
 
@@ -55,22 +58,24 @@ def hold_final(
     campaign has a best that was measured without them. Rows that another process appends meanwhile may
     require another final.
     """
-    while chosen := finalists(store.trials(name)):
+    while chosen := finalists(store.trials(name), workload):
         rows = measure_again(chosen, engine, spec, environment)
         best = best_of(store.trials(name))
         if any(row.strangers for row in rows) and best is not None and best.kind == "measured" and not best.strangers:
             return []
-        if not rows or _append(store, name, rows, chosen):
+        if not rows or _append(store, name, workload, rows, chosen):
             return rows
     return []
 
 
-def _append(store: Store, name: str, rows: list[TrialRecord], chosen: Sequence[TrialRecord]) -> bool:
+def _append(
+    store: Store, name: str, workload: Workload, rows: list[TrialRecord], chosen: Sequence[TrialRecord]
+) -> bool:
     """Number the rows and append all of them, or none and return False if the `chosen` are no longer the finalists."""
     programs = [record.program_id for record in chosen]
     while True:
         known = store.trials(name)
-        if [record.program_id for record in finalists(known)] != programs:
+        if [record.program_id for record in finalists(known, workload)] != programs:
             return False
         first = 1 + max(record.trial for record in known)
         rows[:] = [replace(row, trial=first + place) for place, row in enumerate(rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from rows import timed
 
 from flywheel.errors import UsageError
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.outcome import Contest, Crashed, Implausible, TrialOutcome
 from flywheel.measure.standing import standing, tied_with
 from flywheel.measure.tenants import beside
@@ -129,10 +130,23 @@ def test_the_fastest_known_before_is_in_the_final_even_if_five_others_are_faster
     usual = lab.store.trials("toy")[0]
     found = [timed(usual, 1000.0 - n, trial=n, program_id=f"p{n}", source="search") for n in range(8)]
     seeds = [replace(found[1], source="seed"), replace(found[0], source="seed")]
-    chosen = [row.program_id for row in finalists([*seeds, *found[2:]])]
+    chosen = [row.program_id for row in finalists([*seeds, *found[2:]], lab.workload)]
     assert chosen == ["p7", "p6", "p5", "p4", "p3", "p1"]
     among = replace(found[7], source="seed")
-    assert len(finalists([*seeds, *found[2:7], among])) == FINALISTS
+    assert len(finalists([*seeds, *found[2:7], among], lab.workload)) == FINALISTS
+
+
+def test_what_this_version_refuses_is_in_no_final(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    """Rows of an older version, whose loaders paused."""
+    run(lab, engine())
+    usual = lab.store.trials("toy")[0]
+    config = json.loads(usual.config)
+    config["tiling"]["stream"] = {**config["tiling"].get("stream", {}), "pause_cycles": 3000}
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    refused = {"config": text, "config_id": config_from_dict(config).config_id}
+    found = [timed(usual, 1000.0 - n, trial=n, program_id=f"p{n}", source="search") for n in range(8)]
+    older = [replace(row, **refused) for row in found[5:]]
+    assert [row.program_id for row in finalists([*found[:5], *older], lab.workload)] == ["p4", "p3", "p2", "p1", "p0"]
 
 
 def test_twins_are_tied(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
@@ -284,7 +298,7 @@ def test_predictions_have_no_rivals_and_no_final(lab: Any) -> None:
     lab.run(lab.spec(sampler="grid", trials=7), space=lab.space(threads="320"))
     records = lab.store.trials("toy")
     assert {(record.rival_us, record.source) for record in records} == {(None, "search")}
-    assert finalists(records) == []
+    assert finalists(records, lab.workload) == []
     assert standing(records) == records
     assert tied_with(records[0], records) == []
 

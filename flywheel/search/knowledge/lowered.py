@@ -53,7 +53,7 @@ def _first(
     wanted: Iterator[TrialRecord] = (
         row
         for row in rows
-        if row.is_predicted is not measured and predictor in (None, row.predictor) and _refusal(row, workload) is None
+        if row.is_predicted is not measured and predictor in (None, row.predictor) and lowers(row, workload)
     )
     return next(wanted, None)
 
@@ -62,6 +62,11 @@ def _rank(row: TrialRecord) -> tuple[bool, bool, float]:
     """A sort key as that of `Store.best`."""
     assert row.objective_us is not None  # rows without one are not ranked
     return row.is_imported, row.is_doubtful, row.objective_us
+
+
+def lowers(row: TrialRecord, workload: Workload) -> bool:
+    """Whether this version lowers the row's config."""
+    return _refusal(row, workload) is None
 
 
 def _refusal(row: TrialRecord, workload: Workload) -> str | None:
