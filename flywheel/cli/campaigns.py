@@ -43,6 +43,7 @@ from flywheel.search.provenance import find_campaign, search_command
 if TYPE_CHECKING:
     from flywheel.search.gains import Gains
     from flywheel.store.campaign import Campaign, CampaignSummary
+    from flywheel.store.sql import Store
 
 SHOWN = 5
 """How many of one campaign's best trials the text shows."""
@@ -74,10 +75,12 @@ def campaigns(
         summaries = opened.campaigns()
         campaign = find_campaign(opened, name) if name is not None else None
         trials = opened.trials(campaign.name) if campaign is not None else []
+        every = [] if campaign is not None else [_gained(each.campaign, opened) for each in summaries]
         where = opened.name
     if campaign is None:
-        listed = {"store": where, "campaigns": [_document(each) for each in summaries]}
-        give(listed, output, as_json, lambda: _list(where, summaries))
+        pairs_of = zip(summaries, every, strict=True)
+        described = [_document(each) | {"gained": gains_document(gains)} for each, gains in pairs_of]
+        give({"store": where, "campaigns": described}, output, as_json, lambda: _list(where, summaries, every))
         return
     summary = next(each for each in summaries if each.campaign.name == campaign.name)
     best = [asdict(record) for record in ranked(trials)[:SHOWN]]
@@ -112,14 +115,14 @@ def _remove(name: str | None, archive: Path | None, yes: bool, store: str) -> No
     note(f"deleted campaign {campaign.name}, {amount(len(rows), 'row')}")
 
 
-def _list(where: str, summaries: list[CampaignSummary]) -> None:
+def _list(where: str, summaries: list[CampaignSummary], every: list[Gains | None]) -> None:
     if not summaries:
         show(f"{where}: no campaigns")
         return
     headers = ("<!campaign", "?<!model", "?<!GPU", "?<dtype", "?context", "?batch", "?<sampler", "?trials", "best",
-               "<!", "?tokens/s", "?<started", "?<host", "?<outcomes")  # fmt: skip
+               "<!", "?tokens/s", "?gain", "?<started", "?<host", "?<outcomes")  # fmt: skip
     rows = []
-    for summary in summaries:
+    for summary, gains in zip(summaries, every, strict=True):
         campaign = summary.campaign
         best, kind = _best(summary)
         shown = predicted(best) if kind == "predicted" else us(best)
@@ -127,19 +130,20 @@ def _list(where: str, summaries: list[CampaignSummary]) -> None:
             (
                 campaign.name, campaign.model, campaign.gpu, _types(campaign), str(campaign.context),
                 str(campaign.batch), campaign.sampler, f"{summary.trials:,}", shown, kind,
-                tokens(best, campaign.batch, kind == "predicted"), campaign.created_at[:10], ", ".join(summary.hosts),
-                counts(summary.outcomes),
+                tokens(best, campaign.batch, kind == "predicted"), percent(None if gains is None else gains.over_seed),
+                campaign.created_at[:10], ", ".join(summary.hosts), counts(summary.outcomes),
             )
         )  # fmt: skip
     show_table(headers, rows)
 
 
-def _gained(campaign: Campaign, trials: list[TrialRecord]) -> Gains | None:
-    """What the campaign gained; None where its model is not on this machine."""
-    from flywheel.search.gains import gains_of
+def _gained(campaign: Campaign, rows: list[TrialRecord] | Store) -> Gains | None:
+    """What the campaign gained, by all of its rows or from the store; None where its model is not on this machine, or a
+    row is malformed."""
+    from flywheel.search.gains import gains_in, gains_of
 
     try:
-        return gains_of(campaign, trials)
+        return gains_of(campaign, rows) if isinstance(rows, list) else gains_in(rows, campaign)
     except FlywheelError:
         return None
 

@@ -11,6 +11,7 @@ from flywheel.measure.standing import best_of, ranked, tied_with
 from flywheel.search.space import Space, make_space, pins_of
 from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
+from flywheel.store.sql import Store
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,6 +45,13 @@ class Gains:
 def gains_of(campaign: Campaign, records: Sequence[TrialRecord]) -> Gains | None:
     """As `gained`, of a campaign with these rows. Raises as `make_workload`, where its model is not on this machine."""
     return gained(make_space(workload_of(campaign), pins_of(campaign)), records)
+
+
+def gains_in(store: Store, campaign: Campaign) -> Gains | None:
+    """As `gains_of`, of a campaign of the store, from few of its rows. Raises StoreError, too."""
+    space = make_space(workload_of(campaign), pins_of(campaign))
+    first = space.to_config(space.known_good()[0]).config_id
+    return gained(space, store.landmarks(campaign.name, first))
 
 
 def workload_of(campaign: Campaign) -> Workload:

@@ -174,6 +174,18 @@ class Store:
         with reading(self._engine, self.name) as connection:
             return [self._record(row) for row in connection.execute(query).mappings()]
 
+    def landmarks(self, campaign: str, config_id: str) -> list[TrialRecord]:
+        """The few of a campaign's trials that decide what it gained, by number: its best, its finals, and all of the
+        config `config_id` and of configs that were known before, which its seeds are."""
+        seeds = select(trials.c.config_id).where(trials.c.campaign == campaign, trials.c.source == "seed")
+        known = or_(trials.c.source == "final", trials.c.config_id == config_id, trials.c.config_id.in_(seeds))
+        query = select(*_RECORD).where(trials.c.campaign == campaign, known)
+        with reading(self._engine, self.name) as connection:
+            found = {row.trial: row for row in map(self._record, connection.execute(query).mappings())}
+        best = self.best(measured=True, campaign=campaign) or self.best(measured=False, campaign=campaign)
+        found |= {} if best is None else {best.trial: best}
+        return [found[trial] for trial in sorted(found)]
+
     def seen(
         self,
         program_id: str,

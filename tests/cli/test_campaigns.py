@@ -22,11 +22,15 @@ def test_campaigns_are_listed_with_outcomes_and_whether_the_best_is_predicted(ru
     text = run("campaigns", "--store", str(searched)).stdout
     assert len(text.splitlines()) == 2
     assert "small" in text
-    assert re.search(r"us  predicted +[\d,]+  \d{4}-\d\d-\d\d  \S+ +predicted 5", text)
+    assert re.search(r"us  predicted +[\d,]+  +[\d.]+ %  \d{4}-\d\d-\d\d  \S+ +predicted 5", text)
     document = json.loads(run("campaigns", "--store", str(searched), "--json").stdout)
     (campaign,) = document["campaigns"]
     assert (campaign["trials"], campaign["outcomes"], campaign["best_measured_us"]) == (5, {"predicted": 5}, None)
     assert campaign["spec"]["trials"] == 5
+    alone = json.loads(run("campaigns", "small", "--store", str(searched), "--json").stdout)
+    assert campaign["gained"] == alone["gained"]
+    assert campaign["gained"]["seed_us"] is not None
+    assert f" {campaign['gained']['over_seed']:.1%} ".replace("%", " %") in text
 
 
 def test_one_campaign_shows_its_command_and_best_trials(run: Run, searched: Path) -> None:

@@ -58,6 +58,7 @@ def test_every_command_names_the_final_s_best(run: Run, measured: list[TrialReco
     assert (shown["tied"], shown["trials"], shown["outcomes"]) == ([5], TRIALS, {"measured": TRIALS})
     (listed,) = json.loads(run("campaigns", "--json").stdout)["campaigns"]
     assert listed["best_measured_us"] == 3100.0
+    assert listed["gained"] == shown["gained"] and shown["gained"]["best_us"] == 3100.0
     assert "with final 5 (3,101.0 us): the difference is within the noise" in run("campaigns", "gpu").stdout
     text = " ".join(run("campaigns", "gpu").stdout.split())
     assert " 6 3,100.0 us measured " in text and " final of trial 1 " in text
