@@ -135,11 +135,13 @@ def _best(store: str, campaign: str) -> Schedule:
         origin = find_campaign(opened, campaign)
         records = opened.trials(origin.name)
         best, workload = best_of(records), work_of(origin)
-        if best is not None and workload is not None:
-            measured = not best.is_predicted
-            best = best_of_work(opened, workload, measured=measured, campaign=origin.name, tell=announce)
         if best is None:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
+        if workload is not None:
+            kind, measured = best.kind, not best.is_predicted
+            best = best_of_work(opened, workload, measured=measured, campaign=origin.name, tell=announce)
+            if best is None:
+                raise UnknownNameError(f"trace: this version lowers no {kind} schedule of {origin.name}")
     note(f"{best.campaign}, {best.title}: {best.kind} {us_of(best)}")
     config = config_from_dict(json.loads(best.config))
     work = (best.model, best.gpu, best.dtype, best.context, best.batch)

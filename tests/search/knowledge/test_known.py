@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from flywheel.cli.chosen import known
 from flywheel.cli.main import cli
 from flywheel.cli.trace import _best
+from flywheel.errors import UnknownNameError
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.search.appraise import appraise
@@ -138,6 +139,8 @@ def test_where_this_version_lowers_no_row_the_shipped_schedule_is_taken(measured
     done = CliRunner().invoke(cli, ["export", "--format", "schedule", "--campaign", "mine", "--store", url])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.endswith("export: this version lowers no measured schedule of mine\n")
+    with pytest.raises(UnknownNameError, match=r"^trace: this version lowers no measured schedule of mine$"):
+        _best(url, "mine")
 
 
 def test_the_faster_of_the_stores_best_and_the_shipped_schedule_wins_everywhere(measured: Make) -> None:
