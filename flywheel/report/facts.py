@@ -102,19 +102,23 @@ def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None
     choices = tuple(_choice(space, record) for record in trials)
     chosen = None if best is None else _choice(space, best)
     beside = None if best is None or chosen is None or best.predictor != MODEL_VERSION or not best.is_predicted else (
-        _beside(space, chosen, config_from_dict(json.loads(best.config)))
+        _beside(space, chosen, config_from_dict(json.loads(best.config)), trials)
     )
     return Knobs(space.dimensions, choices, chosen, space.known_good()[0], beside)
 
 
-def _beside(space: Space, chosen: Choice, config: ScheduleConfig) -> dict[tuple[str, Value], float]:
-    """Predicted latencies of `config`, which `chosen` stands for, with one knob changed."""
+def _beside(
+    space: Space, chosen: Choice, config: ScheduleConfig, trials: Sequence[TrialRecord]
+) -> dict[tuple[str, Value], float]:
+    """Predicted latencies of `config`, which `chosen` stands for, with one knob changed. This version's trials answer
+    for what they tried."""
+    known = {record.config_id: record.predicted_us for record in trials if record.predictor == MODEL_VERSION}
     found: dict[tuple[str, Value], float] = {}
     for dimension in space.dimensions:
         for value in dimension.values:
             if value != chosen[dimension.name]:
                 changed = space.to_config({**chosen, dimension.name: value}, config)
-                us = predict_config(changed, space.workload, STOCK)
+                us = known.get(changed.config_id) or predict_config(changed, space.workload, STOCK)
                 found |= {} if us is None else {(dimension.name, value): us}
     return found
 
