@@ -17,6 +17,8 @@ from flywheel.models.calls import Call, ColumnsOf
 _K = InstructionKind
 
 RopeKey: TypeAlias = tuple[tuple[str, Any], ...]
+Plain: TypeAlias = Callable[[Call, Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""Computes a call of its inputs and weights."""
 
 
 def run_calls(
@@ -48,7 +50,7 @@ def _norm(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Te
     return rms_norm(as_heads(inputs[0], width), (width,), weights[0], eps).flatten(-2)
 
 
-PLAIN: Final[Mapping[InstructionKind, Callable[[Call, Sequence[Tensor], Sequence[Tensor]], Tensor]]] = {
+PLAIN: Final[Mapping[InstructionKind, Plain]] = {
     _K.EMBED: lambda _, inputs, weights: embedding(inputs[0], weights[0]),
     _K.RMSNORM: _norm,
     _K.SILU_MUL: lambda _, inputs, __: silu(inputs[0]) * inputs[1],

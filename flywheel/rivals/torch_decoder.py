@@ -26,7 +26,7 @@ from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import Call, calls_of
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import LayerCache
-from flywheel.models.forward import PLAIN, as_heads, frequencies_of, rope_key, rope_turns, rotate, run_calls
+from flywheel.models.forward import PLAIN, Plain, as_heads, frequencies_of, rope_key, rope_turns, rotate, run_calls
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
@@ -39,11 +39,16 @@ _K = InstructionKind
 
 class BoundCall(NamedTuple):
     """A call with what it reads beside activations: a product's matrix, and `tensors`: a bias, a norm's weight, the
-    embedding table, or a rotation's cosines and sines."""
+    embedding table, or a rotation's cosines and sines.
+
+    `plain` computes it where everyone does so alike. It is looked up here, since torch 2.11 compiles no lookup by an
+    opcode.
+    """
 
     call: Call
     matrix: Matrix | None
     tensors: tuple[Tensor, ...]
+    plain: Plain | None
 
 
 BoundBlock: TypeAlias = tuple[BoundCall, ...]
@@ -84,9 +89,10 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     def held(call: Call, layer: int) -> BoundCall:
         operands = [[key.format(i=layer) for key in keys] for keys in call.weights]
         if call.kind is _K.EMBED:
-            return BoundCall(call, None, (table,))
+            return BoundCall(call, None, (table,), PLAIN[call.kind])
         made = matrix(operands.pop(0)) if call.kind is _K.GEMV_TILE else None
-        return BoundCall(call, made, tuple([_stacked([weights[key].detach() for key in keys]) for keys in operands]))
+        tensors = tuple([_stacked([weights[key].detach() for key in keys]) for keys in operands])
+        return BoundCall(call, made, tensors, PLAIN.get(call.kind))
 
     prologue, *kinds, epilogue = (calls_of(graph, block, JOINED) for block in graph.blocks)
     layers = [[held(call, layer) for call in kinds[kind]] for layer, kind in enumerate(graph.order)]
@@ -219,7 +225,7 @@ class TorchDecoder:
         """Run a block with its layer's keys and values [batch, n_kv_heads, context, head_dim], if it is a layer."""
 
         def compute(place: int, inputs: Sequence[Tensor]) -> Tensor | None:
-            call, matrix, tensors = block[place]
+            call, matrix, tensors, plain = block[place]
             match call.kind:
                 case _K.GEMV_TILE:
                     assert matrix is not None
@@ -236,7 +242,8 @@ class TorchDecoder:
                     q = as_heads(inputs[0], self.spec.head_dim).to(keys.dtype)
                     return self._attend(q[:, :, None], keys, values).flatten(1)
                 case _:
-                    return PLAIN[call.kind](call, inputs, tensors)
+                    assert plain is not None, f"{call.names[0]}: {call.kind.name} has no torch function"
+                    return plain(call, inputs, tensors)
 
         return run_calls([each.call for each in block], values, compute)
 

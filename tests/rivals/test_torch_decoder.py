@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flywheel.decode.session import Step
 from flywheel.errors import UsageError
-from flywheel.ir import DType
+from flywheel.ir import DType, InstructionKind
 from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
@@ -294,6 +294,20 @@ def test_a_step_launches_one_product_for_qkv_and_one_for_gate_and_up_and_copies_
     wanted = {name: count * spec.n_layers for name, count in wanted.items()}
     wanted |= {"mm": wanted["mm"] + 1, "embedding": 1, "argmax": 1, "flip": turned, "addcmul": turned}
     assert {name: counting.counts[name] for name in wanted} == wanted
+
+
+@each_spec
+def test_a_step_hashes_no_opcode_which_torch_2_11_does_not_compile(
+    spec: DecoderSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, _ = pair(spec)
+
+    def refused(kind: InstructionKind) -> int:
+        raise AssertionError(f"{kind.name} is hashed")
+
+    monkeypatch.setattr(InstructionKind, "__hash__", refused)
+    with torch.no_grad():
+        decoder.forward(0)
 
 
 def test_a_wrong_cache_fails_the_verdict() -> None:
