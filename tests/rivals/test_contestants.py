@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from flywheel.decode.source import Source
@@ -18,10 +19,11 @@ from flywheel.measure.verdict import Verdict, judge
 from flywheel.models.decoder import decode_step
 from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import random_weights
 from flywheel.rivals import contestants
 from flywheel.rivals.contestants import Contests, Record, Runner, time_round
 from flywheel.rivals.lineup import RIVALS, TimingPlan, refusal
-from flywheel.rivals.torch_decoder import fuse
+from flywheel.rivals.torch_decoder import FusedWeights, fuse
 from flywheel.vm.gpu.driver import Gpu
 
 Launch = Callable[[], None]
@@ -179,15 +181,29 @@ def test_a_program_that_does_not_fit_does_not_stop_what_comes_after(gpu: Gpu) ->
     assert isinstance(contests.hold(fits, 64, [], 4000.0, TimingPlan(1, 5)).entries[0].outcome, Measured)
 
 
+def with_other_down(fused: FusedWeights) -> FusedWeights:
+    """The weights with the rows of one matrix of the second layer in another order."""
+    first, second, *others = fused.layers
+    (place,) = [place for place, held in enumerate(second) if held.call.names == ("down_proj",)]
+    down = second[place]
+    assert isinstance(down.matrix, Tensor)
+    changed = (*second[:place], down._replace(matrix=down.matrix.roll(1, 0)), *second[place + 1 :])
+    return replace(fused, layers=(first, changed, *others))
+
+
+def test_other_weights_are_of_one_matrix() -> None:
+    fused = fuse(SMALL, random_weights(SMALL, 1))
+    before, after = ([each.matrix for layer in made.layers for each in layer if isinstance(each.matrix, Tensor)]
+                     for made in (fused, with_other_down(fused)))  # fmt: skip
+    assert [torch.equal(*each) for each in zip(before, after, strict=True)].count(False) == 1
+
+
 @pytest.mark.gpu
 def test_a_rival_with_other_weights_is_not_timed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     target = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
     contests = Contests(gpu, Source(SMALL.name, SMALL, None, None), DType.BF16, 1, lambda line: None)
-    fused = fuse(SMALL, contests._weights)
-    first, second, *others = fused.layers
-    assert isinstance(second.down, Tensor)
-    layers = (first, replace(second, down=second.down.roll(1, 0)), *others)
-    monkeypatch.setitem(contests._fused, "whole", replace(fused, layers=layers))
+    fused = with_other_down(fuse(SMALL, contests._weights))
+    monkeypatch.setitem(contests._fused, "whole", fused)
     program = lower(decode_step(SMALL, 64, DType.BF16), ScheduleConfig(), target)
     ours, rival = contests.hold(program, 64, [RIVALS["cublas"]], 4000.0, TimingPlan(1, 5)).entries
     assert isinstance(ours.outcome, Measured)
