@@ -110,7 +110,7 @@ USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
         None: ("cublas", "compile"),
         DType.I8: ("compile-int8",),
         DType.F8E4M3: ("compile-fp8",),
-        DType.I4: ("tinygemm", "compile-tinygemm"),
+        DType.I4: ("tinygemm", "compile-tinygemm", "triton"),
     }
 )
 """Codes of the layers' matrices -> names of the default rivals."""

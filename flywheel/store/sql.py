@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -174,11 +174,11 @@ class Store:
         with reading(self._engine, self.name) as connection:
             return [self._record(row) for row in connection.execute(query).mappings()]
 
-    def landmarks(self, campaign: str, config_id: str) -> list[TrialRecord]:
+    def landmarks(self, campaign: str, config_ids: Collection[str]) -> list[TrialRecord]:
         """The few of a campaign's trials that decide what it gained, by number: its best, its finals, and all of the
-        config `config_id` and of configs that were known before, which its seeds are."""
+        configs `config_ids` and of configs that were known before, which its seeds are."""
         seeds = select(trials.c.config_id).where(trials.c.campaign == campaign, trials.c.source == "seed")
-        known = or_(trials.c.source == "final", trials.c.config_id == config_id, trials.c.config_id.in_(seeds))
+        known = or_(trials.c.source == "final", trials.c.config_id.in_(config_ids), trials.c.config_id.in_(seeds))
         query = select(*_RECORD).where(trials.c.campaign == campaign, known)
         with reading(self._engine, self.name) as connection:
             found = {row.trial: row for row in map(self._record, connection.execute(query).mappings())}

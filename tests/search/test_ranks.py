@@ -12,11 +12,12 @@ from effort import sample
 
 from flywheel.cost_model.predict import predict_us
 from flywheel.errors import NoGpuError, UnknownNameError
-from flywheel.ir import TARGETS
+from flywheel.ir import TARGETS, config_to_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.device import Device
 from flywheel.models.catalog import CATALOG
 from flywheel.plan import program_id, variant_of
+from flywheel.search.gains import gained, workload_of
 from flywheel.search.knobs import KNOBS
 from flywheel.search.knowledge.shipped import find_shipped, shipped_starts
 from flywheel.search.knowledge.warm import carry, distance, identity_of, work_of
@@ -176,3 +177,20 @@ def test_a_program_of_several_gpus_goes_to_its_worker_packed_and_its_kernel_is_c
     assert {(part.variant.threads, part.variant.rows) for part in packed.parts} == {
         (variant_of(program).threads, compiled[0]["rows"])
     }
+
+
+def test_a_campaign_of_before_still_says_what_it_gained_over_the_first_schedule(tmp_path: Path) -> None:
+    # Then GPUs sent each other summands of 32 bits unless a schedule said otherwise.
+    url = str(tmp_path / "trials.db")
+    found = run_search(CampaignSpec("smollm2-135m", "3xh100", trials=3), url)
+    with open_store(url) as store:
+        campaign = store.campaign(found.name)
+        assert campaign is not None
+        rows, space = store.trials(found.name), make_space(workload_of(campaign))
+    first = space.to_config(space.known_good()[0])
+    before = replace(first, tiling={name: own for name, own in first.tiling.items() if name != "exchange"})
+    old = {"config": json.dumps(config_to_dict(before)), "config_id": before.config_id}
+    renamed = [replace(row, **old) if row.config_id == first.config_id else row for row in rows]
+    start, was = gained(space, rows), gained(space, renamed)
+    assert start is not None and was is not None
+    assert start.over_start == was.over_start is not None
