@@ -281,14 +281,14 @@ def check_writable(path: Path) -> None:
 
 def _check_apart(path: Path) -> None:
     """Raises UsageError where `path` is a file that another parameter of the running command names."""
-    from flywheel.store.places import check_apart
-
     ctx = click.get_current_context(silent=True)
     if ctx is None or (path.exists() and not path.is_file()):  # a device may be named twice
         return
     for param in ctx.command.params:
         given = ctx.params.get(param.name or "")
         if param.name == "store" and given is not None:
+            from flywheel.store.places import check_apart  # only where a store is: it waits for SQLAlchemy
+
             check_apart(path, given)
         for each in given if isinstance(given, tuple) else (given,):
             if each is path or each in (None, str(STDOUT)) or not _names_file(param):

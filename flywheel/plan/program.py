@@ -147,13 +147,14 @@ def check_program(program: MegakernelProgram) -> None:
     Raises ConfigError for a target and a config without a kernel variant, and InvalidProgramError as packing does. Of
     alike layers it looks at BRIEF, unless it finds a fault: then at all of them, to name the task as packing does.
     """
+    variant = variant_of(program)
     if program.ranks == 1:
         queues_of(program)
     try:
         _check((brief_plan(program),) if program.ranks == 1 else rank_plans(repeated(program, BRIEF)))
     except InvalidProgramError:
         _check((make_plan(program),) if program.ranks == 1 else rank_plans(program))
-    arch_name(variant_of(program).sm_arch)
+    arch_name(variant.sm_arch)
 
 
 def _check(plans: Sequence[Plan]) -> None:

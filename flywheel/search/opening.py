@@ -13,7 +13,7 @@ from flywheel.errors import StoreError, UsageError
 from flywheel.search.knowledge.shipped import shipped_starts
 from flywheel.search.knowledge.warm import NEIGHBOURS, choose_starts, described
 from flywheel.search.space import Space, lost_pin, pins_of
-from flywheel.search.spec import METHOD, CampaignSpec, constants_of, to_campaign
+from flywheel.search.spec import METHOD, CampaignSpec, to_campaign
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 
@@ -105,7 +105,7 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor:
     if pinned != dict(spec.fix):
         raise _another(campaign, f"has {_pins(pinned)}; this search has {_pins(spec.fix)}")
     before = described.get("predictor", MODEL_VERSION)
-    if spec.measure == "predict" and constants_of(before) != constants_of(predictor):
+    if spec.measure == "predict" and before != predictor:
         raise _another(campaign, f"was predicted by {before}, not {predictor}")
     decoder = {"window": None, **(described.get("decoder") or {})}  # older versions had no models with windows
     if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
