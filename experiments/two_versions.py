@@ -44,11 +44,11 @@ def main() -> int:
                     faults.append(f"{schedule.name}, {name}, round {turn + 1}: {said}")
                 else:
                     found.setdefault((schedule, name), []).append(latency_us)
-    lines = [f"python experiments/two_versions.py {' '.join(sys.argv[1:])}", "", *table(found, arguments.schedules)]
-    lines += ["", *faults] if faults else []
+        lines = [f"python experiments/two_versions.py {' '.join(sys.argv[1:])}", "", *table(found, arguments.schedules)]
+        lines += ["", *faults] if faults else []
+        if arguments.record is not None:  # after each round, in case the machine is taken away
+            arguments.record.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
-    if arguments.record is not None:
-        arguments.record.write_text("\n".join(lines) + "\n", encoding="utf-8")
     slower = [each for each in arguments.schedules if not ratio(found, each) <= 1 + ALLOWED]
     return 1 if faults or slower else 0
 
