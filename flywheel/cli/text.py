@@ -306,7 +306,7 @@ def us_of(record: TrialRecord) -> str:
 
 def predicted_a_token(value: float, batch: int, band: Band) -> str:
     """As `us_a_token`, with the range in which a measurement is expected: `3,470 us a token (288 tokens/s), measured
-    perhaps 2,990 to 3,920 us`."""
+    perhaps 2,990 to 3,960 us`."""
     step = "token" if batch == 1 else "step"
     rate = rounded(tokens_per_s(value, batch))
     return f"{predicted(value)} a {step} ({rate} tokens/s), {band.words(value)}"

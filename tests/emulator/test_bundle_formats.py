@@ -141,7 +141,7 @@ def test_a_plain_checkpoint_of_a_quantised_program_names_the_remedy(tmp_path: Pa
     [
         (("coded", 0, "row"), 10_000, r"coded.0.row: 10000 is not in 0\.\."),
         (("coded", 0, "zeros"), -2, r"coded.0.zeros: -2 is not in -1\.\."),
-        (("coded", 0, "coding"), 0, "0 is not a valid Code"),
+        (("coded", 0, "coding"), 0, "0 is no format of streamed weights"),
         (("coded", 0, "group"), 0, "a group or rows_per_scale of 0"),
         (("coded",), {}, "coded: dict is not of list"),
         (("coded",), [], "which it cannot have"),
