@@ -32,7 +32,7 @@ def test_predicted_and_measured_are_separate_objects(make_record: Records) -> No
         "kind": "predicted",
         "latency_us": 900.5,
         "low_us": 774.0,
-        "high_us": 1020.0,
+        "high_us": 1030.0,
         "basis": "checked",
         "predictor": "1",
         "floor_fraction": 0.5,
