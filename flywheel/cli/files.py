@@ -11,7 +11,6 @@ from flywheel.cli.text import note
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_from_dict
 from flywheel.ir.files import json_of, read_stream, read_text
-from flywheel.models.spec import DecoderSpec
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import CONFIG_FIELDS, FORMAT, Schedule, config_from_document, schedule_from_document
 
@@ -84,13 +83,6 @@ def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -
 def announce(line: str) -> None:
     """Print a line of what the command does on stderr."""
     note(f"flywheel: {line}")
-
-
-def announce_another(schedule: object, spec: DecoderSpec) -> None:
-    """Say on stderr whose schedule it is, if it was found for another model than `spec`."""
-    from flywheel.search.workload import notes_of_another
-
-    announce_notes(notes_of_another(schedule if isinstance(schedule, Schedule) else None, spec))
 
 
 def announce_notes(notes: Sequence[Note]) -> None:

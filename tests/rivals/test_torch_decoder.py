@@ -263,9 +263,12 @@ def test_the_step_is_one_graph_to_a_compiler(inline: bool, batch: int) -> None:
 @pytest.mark.parametrize("inline", [False, True], ids=["library", "inline"])
 @each_spec
 def test_a_cuda_graph_can_capture_the_step(spec: DecoderSpec, inline: bool) -> None:
-    decoder, _ = pair(spec, DType.BF16, inline, 2)
+    decoder, oracle = pair(spec, DType.F32, inline, 2)
+    decoder.set_tokens([3, 5])
     with Capturing(), torch.no_grad():
-        decoder.forward(40)
+        logits, tokens = decoder.forward(0)
+    torch.testing.assert_close(logits[0], oracle.step(3, 0), atol=1e-4, rtol=0.0)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
 class Counting(TorchDispatchMode):
@@ -300,14 +303,18 @@ def test_a_step_launches_one_product_for_qkv_and_one_for_gate_and_up_and_copies_
 def test_a_step_hashes_no_opcode_which_torch_2_11_does_not_compile(
     spec: DecoderSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, _ = pair(spec)
+    decoder, oracle = pair(spec)
+    wanted = oracle.step(0, 0)
 
     def refused(kind: InstructionKind) -> int:
         raise AssertionError(f"{kind.name} is hashed")
 
     monkeypatch.setattr(InstructionKind, "__hash__", refused)
+    with pytest.raises(AssertionError, match="ADD is hashed"):
+        hash(InstructionKind.ADD)
     with torch.no_grad():
-        decoder.forward(0)
+        logits, _ = decoder.forward(0)
+    torch.testing.assert_close(logits[0], wanted, atol=1e-4, rtol=0.0)
 
 
 def test_a_wrong_cache_fails_the_verdict() -> None:
