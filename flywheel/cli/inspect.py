@@ -16,6 +16,7 @@ from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import MODEL_VERSION, Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import MegakernelProgram, config_to_dict, validate
+from flywheel.ir.validate import weight_bytes
 from flywheel.ir.work import Work, works_of
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import band_of
@@ -63,7 +64,7 @@ def describe(program: MegakernelProgram) -> dict[str, Any]:
         "waits": sum(len(task.waits) for task in program.tasks),
         "depth": result.stats.get("levels"),
         "work": _work_document(sum(works, Work())) if result.ok else None,
-        "weight_bytes": program.total_weight_bytes(),
+        "weight_bytes": weight_bytes(program),
         "scratch_bytes": pages.total_scratch_bytes if pages else None,
         "pages": len(pages.pages) if pages else None,
         "load": _load(program),

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.cost_model.units import Ints, Units
-from flywheel.ir.layers import Layers
+from flywheel.ir.compressed import Layers
 from flywheel.plan.program import BRIEF, Plan
 
 Marks = npt.NDArray[np.bool_]

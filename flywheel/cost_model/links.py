@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Task
 from flywheel.ir.access import tile_rows
-from flywheel.ir.repeating import layers_of, repeated
-from flywheel.ir.tiles import stretches_of
+from flywheel.ir.compressed import layers_of, repeated, stretches_of
 from flywheel.measure.ceiling import PeerLink
 
 

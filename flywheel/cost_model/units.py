@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.ir import InstructionKind, MegakernelProgram, Runs, Task, Wait
-from flywheel.ir.layers import Layers, Span
-from flywheel.ir.repeating import local_layers
-from flywheel.ir.tiles import stretches_of
+from flywheel.ir.compressed import Layers, Span, local_layers, stretches_of
 
 Ints = npt.NDArray[np.int64]
 

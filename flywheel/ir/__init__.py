@@ -1,5 +1,6 @@
 """The megakernel IR, which defines a program. Everything public can be imported from here."""
 
+from flywheel.ir.compressed import Run, Runs, Stretch, Tile, Tiles
 from flywheel.ir.config import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.ir.dag import dependency_edges, topological_order
 from flywheel.ir.dtype import COMPUTE_DTYPES, PER_SM_SPACES, READONLY_KINDS, BufferKind, DType, MemSpace
@@ -15,11 +16,9 @@ from flywheel.ir.operations import OPERATIONS, Operation
 from flywheel.ir.positions import at_position
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
-from flywheel.ir.runs import Run, Runs
 from flywheel.ir.serde import load_program, program_from_dict, program_from_json
 from flywheel.ir.simulate import simulate_adversarial, simulate_counters, try_orders
 from flywheel.ir.target import TARGETS, GpuTarget
-from flywheel.ir.tiles import Stretch, Tile, Tiles
 from flywheel.ir.validate import Finding, ValidationResult, validate
 from flywheel.ir.version import (
     ABI_MAX_INPUTS,

@@ -9,16 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from flywheel.ir.access import Region, tile
-from flywheel.ir.layers import LayeredTable, Span
-from flywheel.ir.numbered import as_runs
+from flywheel.ir.compressed import Brief, LayeredTable, Run, Runs, Span, Tiles, as_runs, brief_of, stretches_of
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Input, Recipe, Scratch
 from flywheel.ir.records import Buffer, Wait
-from flywheel.ir.repeating import Brief, brief_of
-from flywheel.ir.runs import Run, Runs
-from flywheel.ir.tiles import Tiles, stretches_of
 
 
 def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.ir.access import Region, tile, tile_rows
+from flywheel.ir.compressed import Run
 from flywheel.ir.dtype import DType
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import ATTENTIONS, operation_of
 from flywheel.ir.recipe import Arg, Input, Scratch, Target, recipe_steps
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.runs import Run
 from flywheel.ir.version import ABI_MAX_ROWS
 
 _K = InstructionKind

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flywheel.ir.access import Region
+from flywheel.ir.compressed import brief_of, stretches_of
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.repeating import brief_of
-from flywheel.ir.tiles import stretches_of
 
 
 def lane_of(task: Task) -> int:

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from flywheel.ir.config import ScheduleConfig
-from flywheel.ir.dtype import BufferKind
-from flywheel.ir.layers import LayeredTable
 from flywheel.ir.records import Buffer, Counter, PageAllocation, Task
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.version import ABI_VERSION, IR_VERSION
@@ -34,16 +32,6 @@ class MegakernelProgram:
     ir_version: str = IR_VERSION
     abi_version: str = ABI_VERSION
     ranks: int = 1
-
-    def total_weight_bytes(self) -> int:
-        """Bytes of all WEIGHT buffers, even where a step reads only a part of one."""
-        if isinstance(self.buffers, LayeredTable):
-            return sum(self.buffers.column(_weight_bytes))
-        return sum(map(_weight_bytes, self.buffers))
-
-
-def _weight_bytes(buffer: Buffer) -> int:
-    return buffer.nbytes if buffer.kind is BufferKind.WEIGHT else 0
 
 
 Found = TypeVar("Found")

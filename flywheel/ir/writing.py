@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.errors import IrFormatError
+from flywheel.ir.compressed import Runs, stretches_of, task_of
 from flywheel.ir.config import config_to_dict
 from flywheel.ir.files import MAX_FILE_BYTES, MAX_VALUES, dump_json, write_atomically
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Recipe, recipe_to_dict
 from flywheel.ir.records import Buffer, Counter, PageAllocation, Task
-from flywheel.ir.runs import Runs, task_of
 from flywheel.ir.target import GpuTarget
-from flywheel.ir.tiles import stretches_of
 
 _PIECE: Final = 1 << 12
 """Records of a piece of a program's text."""

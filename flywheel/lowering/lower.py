@@ -8,7 +8,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
-from flywheel.ir.layers import LayeredTable, Layers, Span, index_of, moved
+from flywheel.ir.compressed import LayeredTable, Layers, Span, index_of, moved
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import plan_fusion

@@ -8,7 +8,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import Buffer, BufferKind, MemSpace, Page, PageAllocation, Run, Runs
-from flywheel.ir.layers import Layers
+from flywheel.ir.compressed import Layers
 from flywheel.lowering.shared_pages import allocate_shared
 
 PAGE_POLICIES: Final = ("linear", "graph_color", "none")

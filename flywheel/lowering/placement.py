@@ -9,8 +9,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import Run
-from flywheel.ir.layers import Layers
-from flywheel.ir.tiles import stretches_of
+from flywheel.ir.compressed import Layers, stretches_of
 
 TASK_COST_BYTES: Final = 32 * 1024
 """Fixed cost of a task, as streamed bytes: about a microsecond at one SM's share of an H200's bandwidth."""

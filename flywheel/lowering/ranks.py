@@ -14,8 +14,8 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import Run, ScheduleConfig
+from flywheel.ir.compressed import Layers
 from flywheel.ir.dtype import DType
-from flywheel.ir.layers import Layers
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.placement import dealt, overridden, policy_of
 from flywheel.models.graph import Block, Graph, Tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from flywheel.ir import MemSpace, Page, PageAllocation, Run, Runs
-from flywheel.ir.layers import Layers
+from flywheel.ir.compressed import Layers
 
 _SEEN: Final = 8
 """How many templates are enough to see whether pages pass on alike from each template to the next."""

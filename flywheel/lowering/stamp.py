@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, MemSpace, Run, Wait
+from flywheel.ir.compressed import make_run
 from flywheel.ir.records import make_buffer, make_counter, make_wait
-from flywheel.ir.runs import make_run
 from flywheel.lowering.emit.scope import TileSet
 from flywheel.lowering.ranks import Names
 

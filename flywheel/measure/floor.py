@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from flywheel.ir.alone import alone
+from flywheel.ir.compressed import Layers, Run, brief_of, local_layers, spelled_out, tasks_by_recipe
 from flywheel.ir.dtype import BufferKind
-from flywheel.ir.layers import Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import GATHERS
 from flywheel.ir.program import MegakernelProgram, once
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.repeating import brief_of, local_layers, spelled_out
-from flywheel.ir.runs import Run, tasks_by_recipe
 from flywheel.ir.target import GpuTarget
 
 _IdSource = tuple[int, int | None]

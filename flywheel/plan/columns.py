@@ -17,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.ir import Buffer, MegakernelProgram, PageAllocation, Run, Runs, Stretch, Task, Tile
-from flywheel.ir.layers import LayeredTable, Layers, Span, split_at_indices
-from flywheel.ir.numbered import runs_of
+from flywheel.ir.compressed import LayeredTable, Layers, Span, runs_of, split_at_indices, stretches_of
 from flywheel.ir.recipe import Recipe, recipe_digest
-from flywheel.ir.tiles import stretches_of
 
 Column = npt.NDArray[Any]
 

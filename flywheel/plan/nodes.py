@@ -20,8 +20,7 @@ from flywheel.ir import (
     Runs,
     Task,
 )
-from flywheel.ir.runs import task_of
-from flywheel.ir.tiles import Stretch, stretches_of
+from flywheel.ir.compressed import Stretch, stretches_of, task_of
 from flywheel.plan.step import Form, StepOperand
 
 Ints = npt.NDArray[np.int64]

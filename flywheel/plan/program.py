@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import Buffer, MegakernelProgram, Runs
+from flywheel.ir.compressed import local_layers, repeated
 from flywheel.ir.program import once
-from flywheel.ir.repeating import local_layers, repeated
 from flywheel.plan.adding import adding_products
 from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of, shares_pages
 from flywheel.plan.kernels import arch_name

@@ -16,11 +16,9 @@ import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, MegakernelProgram, Run, Runs, Wait
+from flywheel.ir.compressed import NumberedRuns, Tile, as_runs, make_run, stretches_of, task_of
 from flywheel.ir.exchange import pushed_counters
-from flywheel.ir.numbered import NumberedRuns, as_runs
 from flywheel.ir.records import make_buffer
-from flywheel.ir.runs import make_run, task_of
-from flywheel.ir.tiles import Tile, stretches_of
 from flywheel.plan.handoff import copies
 from flywheel.plan.sending import Ints, TileReader, made_by, numbered, places_of
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import Buffer, MegakernelProgram, Run, Runs
 from flywheel.ir.access import tile, tile_rows
-from flywheel.ir.tiles import Tile, Tiles, stretches_of
+from flywheel.ir.compressed import Tile, Tiles, stretches_of
 from flywheel.plan.nodes import group_tasks, make_nodes
 from flywheel.plan.rules import steps_of
 from flywheel.plan.step import Form, x_rows

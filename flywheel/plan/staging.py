@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import Buffer, DType, InstructionKind, Task
+from flywheel.ir.compressed import Use
 from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.recipe import Input, Recipe, RecipeStep, Scratch, Target
-from flywheel.ir.runs import Use
 from flywheel.plan.formats import UNIT_K, Coding, coding_of, in_order
 
 MIN_STAGED_BYTES: Final = 16 * 1024

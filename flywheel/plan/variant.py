@@ -8,9 +8,8 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.ir.compressed import brief_of, uses_by_recipe
 from flywheel.ir.program import once
-from flywheel.ir.repeating import brief_of
-from flywheel.ir.runs import uses_by_recipe
 from flywheel.plan.formats import Coding, slot_bytes
 from flywheel.plan.staging import MIN_STAGED_BYTES, StagedOperand, codings_of, operands_of, rows_of, staged_bytes
 

@@ -18,6 +18,7 @@ from flywheel.ir import (
     topological_order,
 )
 from flywheel.ir.program import once
+from flywheel.ir.validate import weight_bytes
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.plan import program_id, variant_of
 
@@ -61,7 +62,7 @@ def test_a_wait_that_cannot_be_met_leaves_its_task_stuck() -> None:
 
 
 def test_weight_bytes_count_weights_alone(tiny: MegakernelProgram) -> None:
-    assert tiny.total_weight_bytes() == 2 * (64 * 32 + 32 + 32 * 32 + 16 * 32 + 32 * 32 + 64 * 32)
+    assert weight_bytes(tiny) == 2 * (64 * 32 + 32 + 32 * 32 + 16 * 32 + 32 * 32 + 64 * 32)
 
 
 def test_an_adversary_finds_nothing_in_a_valid_program(tiny: MegakernelProgram) -> None:

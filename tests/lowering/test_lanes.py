@@ -21,8 +21,8 @@ from flywheel.ir import (
     simulate_adversarial,
     validate,
 )
+from flywheel.ir.compressed import spelled_out
 from flywheel.ir.lanes import lane_of
-from flywheel.ir.repeating import spelled_out
 from flywheel.ir.validate.by_run import levels_of_safe_runs
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.structure import check_structure

@@ -25,8 +25,7 @@ from effort import sample
 
 from flywheel.cost_model import predict
 from flywheel.ir import BufferKind, DType, MegakernelProgram, PageAllocation, Runs, ScheduleConfig, validate
-from flywheel.ir.layers import LayeredTable, Layers, Span
-from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
+from flywheel.ir.compressed import LayeredTable, Layers, Span, layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.lowering import lower as lowering
 from flywheel.lowering import shared_pages

@@ -10,7 +10,7 @@ import pytest
 from damage import BATCHES, FAMILIES, PAGES, damaged, lowered
 
 from flywheel.ir import MegakernelProgram, Runs, validate
-from flywheel.ir.repeating import spelled_out
+from flywheel.ir.compressed import spelled_out
 from flywheel.ir.validate.by_run import levels_of_safe_runs
 
 

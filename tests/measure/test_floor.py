@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 from spelled import spelled_steps
 
+from flywheel.ir.compressed import Run, Runs, Tile
 from flywheel.ir.dtype import BufferKind, DType
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.runs import Run, Runs, Tile
 from flywheel.ir.target import TARGETS
 from flywheel.measure.floor import floor_fraction, floor_us, weight_bytes_read
 

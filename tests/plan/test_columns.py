@@ -21,9 +21,7 @@ from flywheel.ir import (
     program_from_json,
     program_to_json,
 )
-from flywheel.ir.layers import Layers, Span
-from flywheel.ir.numbered import as_runs
-from flywheel.ir.repeating import layers_of, spelled_out
+from flywheel.ir.compressed import Layers, Span, as_runs, layers_of, spelled_out
 from flywheel.plan import program_id
 
 

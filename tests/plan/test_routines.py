@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import flywheel
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig, validate
-from flywheel.ir.layers import LayeredTable
+from flywheel.ir.compressed import LayeredTable
 from flywheel.lowering.lower import lower
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan.program import check_program, refusal_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+from flywheel.ir.compressed import Runs, column_of, layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.dag import find_cycle, topological_positions
+from flywheel.ir.dtype import BufferKind
 from flywheel.ir.program import MegakernelProgram
-from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
-from flywheel.ir.runs import Runs
 from flywheel.ir.show import show
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.ir.validate.by_run import levels_of_safe_runs
@@ -62,7 +62,7 @@ def _counts(program: MegakernelProgram) -> dict[str, int]:
         "buffers": len(program.buffers),
         "counters": len(program.counters),
         "sms": used_sms(program),
-        "weight_bytes": program.total_weight_bytes(),
+        "weight_bytes": weight_bytes(program),
         "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
     }
 
@@ -76,6 +76,11 @@ def used_sms(program: MegakernelProgram) -> int:
         return len(tasks.used_sms)
     places = zip(tasks.runs, pairwise(tasks.first), strict=True)
     return len({(run.rank, sm) for run, (start, end) in places for sm in tasks.sms[start:end]})
+
+
+def weight_bytes(program: MegakernelProgram) -> int:
+    """Bytes of all WEIGHT buffers, even where a step reads only a part of one."""
+    return sum(column_of(program.buffers, lambda each: each.nbytes if each.kind is BufferKind.WEIGHT else 0))
 
 
 def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> None:

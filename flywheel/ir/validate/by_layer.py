@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Final
 
+from flywheel.ir.compressed import LayeredTable, Layers, Run, Runs, repeated
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
-from flywheel.ir.layers import LayeredTable, Layers
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, PageAllocation
-from flywheel.ir.repeating import repeated
-from flywheel.ir.runs import Run, Runs
 from flywheel.ir.validate.by_run import accesses_of_safe_runs
 from flywheel.ir.validate.near_pages import pages_pass_on
 

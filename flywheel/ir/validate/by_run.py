@@ -12,12 +12,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from flywheel.ir.access import TILED_OPS, WHOLE, Region, tile
+from flywheel.ir.compressed import Run, Runs, Stretch, Tile, Tiles, ends_of, stretches_of, task_of
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
 from flywheel.ir.exchange import is_push
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.runs import Run, Runs, ends_of, task_of
-from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.lanes import check_lanes, check_sequences
 from flywheel.ir.validate.memory import check_pages

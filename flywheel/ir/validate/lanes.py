@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flywheel.ir.access import reads_window
+from flywheel.ir.compressed import Runs, stretches_of, task_of
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.lanes import lane_of, lanes_of_caches
 from flywheel.ir.opcodes import InstructionKind
@@ -20,8 +21,6 @@ from flywheel.ir.operations import APPENDS
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.runs import Runs, task_of
-from flywheel.ir.tiles import stretches_of
 from flywheel.ir.validate.findings import Findings
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from flywheel.ir.layers import Layers
+from flywheel.ir.compressed import Layers, Run, Runs
 from flywheel.ir.records import PageAllocation
-from flywheel.ir.runs import Run, Runs
 from flywheel.ir.validate.memory import Lives
 from flywheel.ir.validate.races import Accesses
 

@@ -12,15 +12,14 @@ from math import isfinite, prod
 from operator import attrgetter
 from typing import Any, Final
 
+from flywheel.ir.compressed import Runs, ends_of, stretches_of, task_of
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
-from flywheel.ir.runs import Runs, ends_of, task_of
 from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
-from flywheel.ir.tiles import stretches_of
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.version import ABI_MAX_RANK, MAX_RANKS
 

@@ -27,7 +27,7 @@ from flywheel.ir import (
     program_to_json,
     validate,
 )
-from flywheel.ir.numbered import as_runs
+from flywheel.ir.compressed import as_runs
 from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.recipe import recipe_from_dict
 from flywheel.lowering.lower import lower

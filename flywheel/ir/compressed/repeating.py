@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from flywheel.ir.compressed.layers import LayeredTable, Layers
+from flywheel.ir.compressed.numbered import runs_of
+from flywheel.ir.compressed.runs import Run, Runs
 from flywheel.ir.dtype import READONLY_KINDS
-from flywheel.ir.layers import LayeredTable, Layers
-from flywheel.ir.numbered import runs_of
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter
-from flywheel.ir.runs import Run, Runs
 
 _ALL: Final = 1 << 62
 

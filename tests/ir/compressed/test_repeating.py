@@ -6,9 +6,8 @@ import pytest
 from damage import lowered
 
 from flywheel.ir import Runs
+from flywheel.ir.compressed import LayeredTable, brief_of, layers_of, spelled_out
 from flywheel.ir.lanes import lanes_of
-from flywheel.ir.layers import LayeredTable
-from flywheel.ir.repeating import brief_of, layers_of, spelled_out
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.plan import variant_of
 

@@ -204,3 +204,8 @@ def moved(each: R, by: int, layers: Layers) -> R:
     name, number = spell(each.name, first), each.id + by * layers.buffers.size
     look = each.kind, each.dtype, each.shape, each.space
     return cast(R, make_buffer(number, name, *look, source, each.rank, each.part))
+
+
+def column_of(table: Sequence[R], of: Callable[[R], T]) -> list[T]:
+    """`of` of each record, whatever form the table has. The result of `of` must not depend on ids and texts."""
+    return table.column(of) if isinstance(table, LayeredTable) else list(map(of, table))

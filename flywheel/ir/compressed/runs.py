@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, overload
 
-from flywheel.ir.layers import Layers, Shift, spell
+from flywheel.ir.compressed.layers import Layers, Shift, spell
+from flywheel.ir.compressed.tiles import Stretch, Tile, Tiles, stretches_of
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.recipe import Recipe
 from flywheel.ir.records import Task, Wait, make_task, make_wait, maker
-from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 
 
 @dataclass(frozen=True, slots=True)

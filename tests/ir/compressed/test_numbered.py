@@ -9,7 +9,7 @@ import pytest
 from two_ranks import changed, two_ranks
 
 from flywheel.ir import Runs, Task, validate
-from flywheel.ir.numbered import NumberedRuns, as_runs
+from flywheel.ir.compressed import NumberedRuns, as_runs
 
 TASKS = changed(two_ranks(), 2, sm=None).tasks
 

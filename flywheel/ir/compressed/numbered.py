@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from flywheel.ir.compressed.runs import Run, Runs, make_run
+from flywheel.ir.compressed.tiles import Tile
 from flywheel.ir.records import Task, make_task
-from flywheel.ir.runs import Run, Runs, make_run
-from flywheel.ir.tiles import Tile
 
 
 class NumberedRuns(Runs):
