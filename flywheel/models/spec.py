@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from flywheel.errors import ConfigError, FlywheelError, UnsupportedModelError
 
@@ -45,6 +46,14 @@ _BOUNDS: Final = (
 )
 
 
+_OPTIONAL_FACTORS: Final = ("attention_scale", "attention_cap", "logits_cap")
+_FACTORS: Final = ("rope_theta", "norm_eps", "logits_scale", "embed_scale", "residual_scale", *_OPTIONAL_FACTORS)
+
+_FLAGS: Final = (
+    "tied_head", "qkv_bias", "qk_norm", "nope_full", "norm_bias", "wide_qk_norm", "gated", "o_bias", "mlp_bias"
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Llama 3 frequency scaling: wavelengths beyond `original_max_position / low_freq_factor` are stretched by
@@ -57,14 +66,20 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """A pre-norm decoder with SwiGLU, grouped-query attention and rotate-half RoPE over the whole head.
+class Rope:
+    """RoPE's base and the scaling of its frequencies."""
 
-    `intermediate` is the width of one of gate and up, `max_position` the longest context in tokens. `qkv_bias` adds a
-    bias to q, k and v only; `qk_norm` normalises each query and key head before RoPE. With `tied_head` the output head
-    is the embedding table. `window` is the number of last positions to which some layer attends, itself included; None
-    for all. Attention here is to all positions, so no longer context is supported. One layer in `nope_every` has no
-    RoPE, the last of them; None where all have it.
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder with grouped-query attention and a KV cache. By the defaults, layers have RMSNorms before attention and
+    MLP, rotate-half RoPE over the whole head, attention to all positions, and SwiGLU.
+
+    `intermediate` is the width of one of gate and up, `max_position` the longest context in tokens. With `tied_head`
+    the output head is the embedding table.
 
     Raises UnsupportedModelError if `check_spec` does.
     """
@@ -86,10 +101,58 @@ class DecoderSpec:
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     window: int | None = None
+    """The number of last positions to which layers with a window attend, itself included; None where none has one."""
     nope_every: int | None = None
+    """One layer in so many has no RoPE, the last of them; None where all have it."""
+    windowed: tuple[bool, ...] = ()
+    """Which layers have the window. Empty: all, if there is one."""
+    local_rope: Rope | None = None
+    """RoPE of the layers with a window, where it is another."""
+    nope_full: bool = False
+    """The layers without a window have no RoPE."""
+    rotary_dim: int | None = None
+    """The elements at the start of each head that RoPE turns; None for all."""
+    attention_scale: float | None = None
+    """What scores are multiplied by; None for head_dim ** -0.5."""
+    attention_cap: float | None = None
+    """Scores x become cap * tanh(x / cap); None where they stay."""
+    logits_cap: float | None = None
+    """The same of logits."""
+    logits_scale: float = 1.0
+    """What logits are multiplied by."""
+    embed_scale: float = 1.0
+    """What embeddings are multiplied by."""
+    residual_scale: float = 1.0
+    """What attention and MLP are multiplied by before they are added to the residual stream."""
+    norm: str = "rms"
+    """One of NORMS."""
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
+    norms: str = "before"
+    """Where norms stand: one of NORM_PLACES."""
+    wide_qk_norm: bool = False
+    """q/k norms are of all heads together, not of each."""
+    activation: str = "silu"
+    """One of ACTIVATIONS."""
+    gated: bool = True
+    """The MLP multiplies the activation of gate by up. Otherwise it has no gate: the activation is of up."""
+    o_bias: bool = False
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         check_spec(self)
+
+    def window_of(self, layer: int) -> int | None:
+        """The number of last positions to which a layer attends, itself included; None for all."""
+        return self.window if not self.windowed or self.windowed[layer] else None
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """A layer's RoPE; None where its queries and keys are not turned."""
+        local = self.window_of(layer) is not None
+        if not self.has_rope(layer) or (self.nope_full and not local):
+            return None
+        return self.local_rope if local and self.local_rope is not None else Rope(self.rope_theta, self.rope_scaling)
 
     @property
     def reach(self) -> int:
@@ -122,6 +185,33 @@ class DecoderSpec:
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.n_heads // self.n_kv_heads
+
+
+NORMS: Final = ("rms", "layer")
+"""RMSNorm, and LayerNorm, which subtracts the mean."""
+
+NORM_PLACES: Final = ("before", "behind", "around", "shared")
+"""Norms before attention and MLP; behind them, before they are added; both; one for attention and MLP side by side."""
+
+ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
+"""SiLU; GELU by the error function; GELU by tanh."""
+
+
+def spec_from_dict(given: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of `dataclasses.asdict`, or of what JSON made of that. Absent fields have their defaults.
+
+    Raises TypeError for an unknown field or one of another type, and UnsupportedModelError as `check_spec`.
+    """
+    fields = dict(given)
+    scaling, local = fields.get("rope_scaling"), fields.get("local_rope")
+    if scaling is not None:
+        fields["rope_scaling"] = RopeScaling(**scaling)
+    if local is not None:
+        own: Any = Rope(**local).scaling
+        fields["local_rope"] = Rope(local["theta"], None if own is None else RopeScaling(**own))
+    if "windowed" in fields:
+        fields["windowed"] = tuple(fields["windowed"])
+    return DecoderSpec(**fields)
 
 
 MODEL_WEIGHT_KEYS: Final = MappingProxyType(
@@ -172,18 +262,45 @@ def model_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 
 def check_spec(spec: DecoderSpec) -> None:
     """Raises UnsupportedModelError, naming the field and its bound, for dimensions that no decoder can have."""
-    optional = (("window", MAX_CONTEXT), ("nope_every", MAX_LAYERS))
+    optional = (("window", MAX_CONTEXT), ("nope_every", MAX_LAYERS), ("rotary_dim", spec.head_dim))
     bounds = (*_BOUNDS, *[each for each in optional if getattr(spec, each[0]) is not None])
     for field, largest in bounds:
         value: object = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             raise UnsupportedModelError(f"{spec.name}: {field}={value!r} is not an integer from 1 to {largest}")
-    for field in ("rope_theta", "norm_eps"):
-        if not 0 < getattr(spec, field) <= MAX_FLOAT:
-            raise UnsupportedModelError(f"{spec.name}: {field}={getattr(spec, field)!r} is not positive and finite")
+    _check_values(spec)
     _check_heads(spec)
+    _check_layers(spec)
     if spec.rope_scaling is not None:
         _check_rope_scaling(spec.name, spec.rope_scaling)
+    if spec.local_rope is not None and spec.local_rope.scaling is not None:
+        _check_rope_scaling(spec.name, spec.local_rope.scaling)
+
+
+def _check_values(spec: DecoderSpec) -> None:
+    for field in _FACTORS:
+        factor: object = getattr(spec, field)
+        if factor is None and field in _OPTIONAL_FACTORS:
+            continue
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MAX_FLOAT:
+            raise UnsupportedModelError(f"{spec.name}: {field}={factor!r} is not positive and finite")
+    choices = {"norm": NORMS, "norms": NORM_PLACES, "activation": ACTIVATIONS, "norm_offset": (0.0, 1.0)}
+    for field, known in (choices | dict.fromkeys(_FLAGS, (False, True))).items():
+        if getattr(spec, field) not in known:
+            raise UnsupportedModelError(f"{spec.name}: {field}={getattr(spec, field)!r} is not one of {known}")
+
+
+def _check_layers(spec: DecoderSpec) -> None:
+    marks = spec.windowed
+    if marks and (len(marks) != spec.n_layers or any(type(mark) is not bool for mark in marks)):
+        raise UnsupportedModelError(f"{spec.name}: windowed is not true or false for each of {spec.n_layers} layers")
+    if any(marks) and spec.window is None:
+        raise UnsupportedModelError(f"{spec.name}: windowed names layers, and there is no window")
+    if spec.rotary_dim is not None and spec.rotary_dim % 2:
+        raise UnsupportedModelError(f"{spec.name}: rotary_dim={spec.rotary_dim} is odd; RoPE rotates pairs")
+    theta: object = 1.0 if spec.local_rope is None else spec.local_rope.theta
+    if not isinstance(theta, int | float) or not 0 < theta <= MAX_FLOAT:
+        raise UnsupportedModelError(f"{spec.name}: local_rope.theta={theta!r} is not positive and finite")
 
 
 def _check_heads(spec: DecoderSpec) -> None:

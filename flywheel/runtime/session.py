@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import BundleError, FlywheelError
+from flywheel.errors import BundleError, FlywheelError, UnsupportedModelError
 from flywheel.ir import NO_TOKEN, Buffer, BufferKind
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.spec import DecoderSpec, spec_from_dict
 from flywheel.runtime.reading import Bundle, check_gpu
 from flywheel.runtime.sequences import Logprobs, Made, Sampling, check_join, not_finite
 from flywheel.runtime.weights import Check, GivenWeights, place_weights
@@ -38,12 +38,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def spec_of(bundle: Bundle) -> DecoderSpec:
-    """The model that a bundle decodes. Raises BundleError for a malformed description, and UnsupportedModelError."""
-    about = dict(bundle.manifest["model"]["spec"])
+    """The model that a bundle decodes. Raises BundleError for a malformed description."""
     try:
-        scaling = about.pop("rope_scaling")
-        return DecoderSpec(**about, rope_scaling=None if scaling is None else RopeScaling(**scaling))
-    except (KeyError, TypeError, ValueError) as error:
+        return spec_from_dict(bundle.manifest["model"]["spec"])
+    except (TypeError, UnsupportedModelError) as error:
         raise BundleError(f"bundle {bundle.folder}: model.spec lacks or misstates {error}") from None
 
 

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
-from flywheel.errors import StoreError, UsageError
+from flywheel.errors import StoreError, UnsupportedModelError, UsageError
+from flywheel.models.spec import DecoderSpec, spec_from_dict
 from flywheel.search.knowledge.shipped import shipped_starts
 from flywheel.search.knowledge.warm import NEIGHBOURS, choose_starts, described
 from flywheel.search.space import Space, lost_pin, pins_of
@@ -107,9 +108,15 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor:
     before = described.get("predictor", MODEL_VERSION)
     if spec.measure == "predict" and before != predictor:
         raise _another(campaign, f"was predicted by {before}, not {predictor}")
-    decoder = {"window": None, **(described.get("decoder") or {})}  # older versions had no models with windows
-    if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
+    if not _is_of(described.get("decoder"), space.workload.spec):
         raise _another(campaign, "searched another model of that name")
+
+
+def _is_of(decoder: Mapping[str, Any] | None, spec: DecoderSpec) -> bool:
+    try:
+        return decoder is not None and spec_from_dict(decoder) == spec
+    except (TypeError, UnsupportedModelError):  # written by another version
+        return False
 
 
 def _pins(fix: Mapping[str, str]) -> str:

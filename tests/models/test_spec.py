@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from math import inf, nan, prod
 from typing import Any
 
@@ -13,10 +14,12 @@ from flywheel.models.spec import (
     LAYER_WEIGHT_KEYS,
     MODEL_WEIGHT_KEYS,
     DecoderSpec,
+    Rope,
     RopeScaling,
     layer_weight_key,
     model_weight_key,
     model_weight_shapes,
+    spec_from_dict,
 )
 
 TINY = DecoderSpec("tiny", "llama", 64, 96, 2, 4, 2, 16, 128, 1e4, 1e-5, 256)
@@ -103,3 +106,33 @@ def test_an_impossible_spec_cannot_be_built(fields: dict[str, Any], named: str) 
         changed(**fields)
     assert str(caught.value).startswith(f"tiny: {named}")
     assert "\n" not in str(caught.value)
+
+
+EVERY = dataclasses.replace(
+    TINY, rope_scaling=LLAMA3, window=16, windowed=tuple(layer % 2 == 0 for layer in range(TINY.n_layers)),
+    local_rope=Rope(1e4, LLAMA3), attention_cap=50.0, norms="around", norm_offset=1.0, activation="gelu_tanh",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [TINY, EVERY])
+def test_a_spec_comes_back_from_json(spec: DecoderSpec) -> None:
+    assert spec_from_dict(json.loads(json.dumps(dataclasses.asdict(spec)))) == spec
+
+
+def test_what_an_older_version_wrote_has_the_defaults() -> None:
+    written = dataclasses.asdict(TINY)
+    older = ("name", "family", "hidden", "intermediate", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab",
+             "rope_theta", "norm_eps", "max_position", "tied_head", "rope_scaling")  # fmt: skip
+    assert spec_from_dict({name: written[name] for name in older}) == TINY
+
+
+@pytest.mark.parametrize("fields", [{"local_rope": "x"}, {"windowed": 5}, {"rope_scaling": {}}, {"unknown": 1}])
+def test_a_spec_of_other_types_raises_type_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        spec_from_dict(dataclasses.asdict(TINY) | fields)
+
+
+def test_layers_say_their_window_and_their_rope() -> None:
+    assert [EVERY.window_of(layer) for layer in range(2)] == [16, None]
+    assert [EVERY.rope_of(layer) for layer in range(2)] == [Rope(1e4, LLAMA3), Rope(TINY.rope_theta, LLAMA3)]
+    assert dataclasses.replace(EVERY, nope_full=True).rope_of(1) is None

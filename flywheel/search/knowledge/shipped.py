@@ -16,7 +16,9 @@ from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of
 from flywheel.store.schedule import Shipped, shipped_schedules
 
-_NO_SHAPES: Final = ("name", "family", "rope_theta", "norm_eps", "max_position", "rope_scaling", "window")
+_NO_SHAPES: Final = (
+    "name", "family", "rope_theta", "norm_eps", "max_position", "rope_scaling", "local_rope", "window", "windowed"
+)  # fmt: skip
 """Fields of a spec that no schedule depends on."""
 
 

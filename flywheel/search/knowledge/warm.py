@@ -23,7 +23,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import LAYER_MATRICES
 from flywheel.models.sharding import local_spec
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.spec import DecoderSpec, spec_from_dict
 from flywheel.plan import is_current
 from flywheel.plan.kernels import BULK_COPY_ARCH
 from flywheel.search.knobs import Choice, Value
@@ -213,9 +213,8 @@ def work_of(campaign: Campaign) -> Workload | None:
     ranks, gpu = gpus_of(campaign.gpu)
     if decoder is None or gpu not in TARGETS or campaign.dtype not in DTYPES:
         return None
-    scaling = decoder.get("rope_scaling")
     try:
-        spec = DecoderSpec(**{**decoder, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+        spec = spec_from_dict(decoder)
     except (TypeError, UnsupportedModelError):  # written by another version
         return None
     work = campaign.dtype, campaign.context, campaign.batch, campaign.weights, ranks
