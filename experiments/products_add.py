@@ -31,7 +31,7 @@ from flywheel.vm.pack import AnyPacked, pack_any
 def apart(program: MegakernelProgram) -> AnyPacked:
     """The program with a task for each sum."""
 
-    with patch("flywheel.plan.program.adding_products", lambda *_: np.zeros(0, np.int64)):
+    with patch("flywheel.plan.program.adding_products", lambda *asked: np.zeros(len(asked[-1]), np.bool_)):
         return pack_any(program)
 
 

@@ -8,23 +8,26 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flywheel.cost_model.gates import Gates, gates_of
 from flywheel.cost_model.units import Ints, Unit, Units, units_of
-from flywheel.ir import ABI_MAX_INPUTS, BufferKind, DType, InstructionKind, MegakernelProgram, Runs
+from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram, Runs
+from flywheel.ir.compressed import local_layers
 from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Input, Recipe
 from flywheel.plan import KernelVariant
-from flywheel.plan.program import Plan, brief_plan, plan_alone, queues_of
+from flywheel.plan.program import Plan, brief_plan, brief_rank_plans, queues_of, rank_plans
 from flywheel.plan.routine import StagedValue
 from flywheel.plan.routines import Routines
 from flywheel.plan.sharing import find_staged
+
+Bools = npt.NDArray[np.bool_]
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
 """Kinds of inputs that `est_bytes` counts. All others are activations, read when the task starts."""
 
 _COPY: Final = InstructionKind.COPY
-_SUM: Final = InstructionKind.ALLREDUCE_SHARD
 _DEQUANT: Final = InstructionKind.DEQUANT
 """Part of the product after it, which makes that product's bytes cost more."""
 
@@ -48,9 +51,8 @@ class Kind(NamedTuple):
     slices: int = 1
     codes: tuple[DType, ...] = ()
     """Types of the quantised matrices in its products."""
-    joined: bool = False
-    """It sums the results of several GPUs right after a product on its SM, which does that in its place if its operands
-    leave room (plan/adding.py, which has further conditions)."""
+    added: bool = False
+    """The product before it on its SM adds what it would add (plan/adding.py)."""
     multiplies: bool = False
     """It has a product."""
 
@@ -71,20 +73,34 @@ class Demand:
     gates: Gates
 
 
-def demand_of(program: MegakernelProgram, is_part: bool = False) -> Demand:
-    """The demand of a program that `validate(strict=True)` accepts, or of what `ir.alone` leaves of one.
+def demand_of(program: MegakernelProgram) -> Demand:
+    """The demand of a program of one GPU that `validate(strict=True)` accepts.
 
     Raises ConfigError as `variant_of`, and InvalidProgramError that names the first task without an SM.
     """
+    return _planned_demand(program, brief_plan(program))
+
+
+def part_demand(program: MegakernelProgram, rank: int, part: MegakernelProgram) -> Demand:
+    """The demand of `part`, which `ir.alone` leaves of one GPU of a program that `validate(strict=True)` accepts.
+
+    Raises ConfigError and InvalidProgramError as `demand_of` and `rank_plans`.
+    """
+    plans = rank_plans(program) if local_layers(part) is None else brief_rank_plans(program)
+    return _planned_demand(part, plans[rank])
+
+
+def _planned_demand(program: MegakernelProgram, plan: Plan) -> Demand:
     tasks, units = program.tasks, units_of(program)
-    plan = plan_alone(program) if is_part else brief_plan(program)
     order, first = queues_of(program)
-    works = _works(units, program, plan)
+    own = np.arange(len(plan.program.tasks)) if plan.part is None else np.flatnonzero(~plan.part.pushes)
+    works = _works(units, program, plan, own)
     entries = units.tasks[order]  # numbers among the units of all layers
     unit_of = units.unit_of[entries]
     nbytes = np.array([0 if each.steps.attends else each.unit.est_bytes for each in works], np.int64)
     ends = np.concatenate(([0], np.cumsum(nbytes[unit_of])))
-    kinds, kind_of = _kinds(works, units, entries, unit_of, first)
+    added = _added(plan, units, own, order, entries, first)
+    kinds, kind_of = _kinds(works, units, entries, unit_of, first, added)
     by_place = isinstance(tasks, Runs)
     return Demand(
         variant=plan.variant,
@@ -110,7 +126,6 @@ class _Steps:
     attends: bool
     parts: Mapping[int, int]
     codes: tuple[DType, ...] = ()
-    sums: bool = False
 
 
 class _UnitWork(NamedTuple):
@@ -126,8 +141,9 @@ class _UnitWork(NamedTuple):
     left: StagedValue | None = None
 
 
-def _works(units: Units, program: MegakernelProgram, plan: Plan) -> list[_UnitWork]:
-    """The work of each unit. Where no kernels run the program, nothing is staged for a later task or sliced."""
+def _works(units: Units, program: MegakernelProgram, plan: Plan, own: Ints) -> list[_UnitWork]:
+    """The work of each unit. `own` are the places of the plan's tasks that are no pushes. Where no kernels run the
+    program, nothing is staged for a later task or sliced."""
     table = program.buffers.spelled if units.layers is not None else program.buffers  # type: ignore[attr-defined]
     buffers = [buffer for buffer in table if buffer.kind not in STREAMED_KINDS]
     dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
@@ -136,7 +152,7 @@ def _works(units: Units, program: MegakernelProgram, plan: Plan) -> list[_UnitWo
     slices = [] if made is None else [
         max([each.steps[place].n_slices for place in each.matrices], default=1) for each in made.by_form
     ]  # fmt: skip
-    nodes = plan.grouping.node_of[units.places(len(plan.program.tasks))].tolist()
+    nodes = plan.grouping.node_of[own[units.places(len(own))]].tolist()
     works = []
     for unit, node in zip(units.units, nodes, strict=True):
         recipe = unit.params.get("recipe")
@@ -148,17 +164,17 @@ def _works(units: Units, program: MegakernelProgram, plan: Plan) -> list[_UnitWo
         for place, numel in steps.parts.items():
             number = unit.inputs[place]
             nbytes += dtypes[number].nbytes(numel) - sizes[number] if number in sizes else 0
-        work = _UnitWork(unit, steps, read, nbytes)
-        if made is not None:
-            nbytes = 0 if made.best is not None and node in made.best.taking else nbytes
-            found, left = made.shared.found[node], made.shared.left[node]
-            work = _UnitWork(unit, steps, read, nbytes, slices[made.nodes[node].form], found, left)
-        works.append(work)
+        if made is None:
+            works.append(_UnitWork(unit, steps, read, nbytes))
+            continue
+        nbytes = 0 if made.best is not None and node in made.best.taking else nbytes
+        found, left = made.shared.found[node], made.shared.left[node]
+        works.append(_UnitWork(unit, steps, read, nbytes, slices[made.nodes[node].form], found, left))
     return works
 
 
 def _kinds(
-    works: Sequence[_UnitWork], units: Units, entries: Ints, unit_of: Ints, first: Ints
+    works: Sequence[_UnitWork], units: Units, entries: Ints, unit_of: Ints, first: Ints, added: Bools
 ) -> tuple[list[Kind], Ints]:
     """(the distinct kinds, the number of each entry's kind)."""
     known: dict[Hashable, int] = {}
@@ -170,18 +186,14 @@ def _kinds(
     read = units.numbered([(each.read, ()) for each in works], {})[entries]
     readers = np.bincount(read[~staged], minlength=int(read.max(initial=0)) + 1)
     most = int(readers.max()) + 1
-    # The operands that a product can take in addition, and those that a sum takes: its summands and its result.
-    fits = [ABI_MAX_INPUTS - len(each.unit.inputs) if each.steps.multiplies else 0 for each in works]
-    more = np.array([len(each.unit.inputs) + 1 if each.steps.sums else _TABLE for each in works], np.int64)
-    joined = more[unit_of] <= _before(np.array(fits, np.int64)[unit_of], first)
-    code = (unit_of * 4 + staged * 2 + joined) * most + readers[read]
+    code = (unit_of * 4 + staged * 2 + added) * most + readers[read]
     codes, alike = _numbered(code, 4 * most * len(works))
     kinds: dict[Kind, int] = {}
     kind_of = []
     for value in codes.tolist():
         rest, n_readers = divmod(value, most)
-        unit, again, added = rest // 4, rest // 2 % 2, rest % 2
-        kind = _kind(works[unit], bool(again), n_readers)._replace(joined=bool(added))
+        unit, again, free = rest // 4, rest // 2 % 2, rest % 2
+        kind = _kind(works[unit], bool(again), n_readers)._replace(added=bool(free))
         kind_of.append(kinds.setdefault(kind, len(kinds)))
     return list(kinds), np.array(kind_of, np.int64)[alike]
 
@@ -190,11 +202,20 @@ def _operand(work: _UnitWork, value: StagedValue | None) -> tuple[tuple[int, ...
     return None if value is None else (tuple([work.unit.inputs[place] for place in value.inputs]), value.formula)
 
 
-def _before(numbers: Ints, first: Ints) -> Ints:
-    """The number of the entry before each on its SM; 0 where there is none."""
-    before = np.concatenate([[0], numbers[:-1]])
-    before[first[:-1][np.diff(first) > 0]] = 0
-    return before
+def _added(plan: Plan, units: Units, own: Ints, order: Ints, entries: Ints, first: Ints) -> Bools:
+    """Which queue entries, the tasks `order` of units `entries`, are sums that the products before them add."""
+    added = np.zeros(len(order), np.bool_)
+    if plan.part is None or not isinstance(plan.found, Routines):
+        return added
+    sums = plan.sums[own[units.places(len(own))]][units.unit_of][entries]
+    sums[first[:-1][np.diff(first) > 0]] = False  # no task before it
+    places = np.flatnonzero(sums)
+    (products, ahead), (totals, behind) = (
+        units.stand_ins(order[each], entries[each], len(own)) for each in (places - 1, places)
+    )
+    near = behind - ahead <= 1  # tasks further apart share no buffer that is written
+    added[places[near]] = plan.adds(own[products[near]], own[totals[near]])
+    return added
 
 
 def _numbered(code: Ints, bound: int) -> tuple[Ints, Ints]:
@@ -231,7 +252,7 @@ def _kind(work: _UnitWork, staged: bool, readers: int) -> Kind:
 
 def _steps(task: Unit) -> _Steps:
     if task.op is not InstructionKind.FUSED:
-        return _Steps(task.op in PRODUCTS, task.op in ATTENTIONS, {}, sums=task.op is _SUM)
+        return _Steps(task.op in PRODUCTS, task.op in ATTENTIONS, {})
     recipe: Recipe = task.params["recipe"]
     working = [step for step in recipe.steps if step.op is not _COPY]
     whole = {arg for step in working for arg in step.args}
@@ -241,5 +262,4 @@ def _steps(task: Unit) -> _Steps:
         attends=any(step.op in ATTENTIONS for step in working),
         parts={arg.number: numel for arg, numel in sources if isinstance(arg, Input) and arg not in whole},
         codes=tuple(sorted({DType(int(step.params["qdtype"])) for step in working if step.op is _DEQUANT})),
-        sums=[step.op for step in working] == [_SUM],
     )

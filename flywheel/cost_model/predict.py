@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flywheel.cost_model.demand import Demand
     from flywheel.cost_model.engine import Trace
 
-MODEL_VERSION: Final = "10"
+MODEL_VERSION: Final = "11"
 """The version changes whenever the same program may get another prediction."""
 
 
@@ -35,9 +35,10 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
     """The latency of one launch of a valid `program` on its target. `machine` replaces the target's constants.
 
     For several GPUs, it is the latency of the slowest GPU and the exchanges' time. Raises ConfigError for a program
-    without a target. Raises InvalidProgramError for a program without SM assignment, and for one that cannot finish.
+    without a target. Raises InvalidProgramError for a program without SM assignment, for one that cannot finish, and
+    for one of several GPUs as `rank_plans`.
     """
-    latency, floor = max((_predicted(part, machine, program.ranks > 1) for part in _parts(program)), key=_first)
+    latency, floor = max([_predicted(*each, machine) for each in _parts(program)], key=_first)
     return Prediction(latency if program.ranks == 1 else latency + _exchanges_us(program, machine), floor)
 
 
@@ -52,18 +53,26 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
     For several GPUs, it has all tasks except pushes, GPU by GPU, with consecutive SM numbers. Raises as `predict`.
     """
     if program.ranks == 1:
-        return _spans(program, machine, False)
-    return [span for rank, part in enumerate(_parts(program)) for span in _spans_of(program, rank, part, machine)]
+        return [span for each in _parts(program) for span in _spans(*each, machine)]
+    return [span for rank, each in enumerate(_parts(program)) for span in _spans_of(program, rank, *each, machine)]
 
 
-def _parts(program: MegakernelProgram) -> Iterator[MegakernelProgram]:
-    """The program of each GPU."""
-    return iter([program]) if program.ranks == 1 else (alone(program, rank) for rank in range(program.ranks))
+def _parts(program: MegakernelProgram) -> Iterator[tuple[MegakernelProgram, Demand]]:
+    """The program of each GPU and its demand."""
+    # Imported here, so that only predictions wait for numpy and numba.
+    from flywheel.cost_model.demand import demand_of, part_demand
+
+    if program.ranks == 1:
+        yield program, demand_of(program)
+        return
+    for rank in range(program.ranks):
+        part = alone(program, rank)
+        yield part, part_demand(program, rank, part)
 
 
-def _predicted(program: MegakernelProgram, machine: Machine | None, is_part: bool) -> tuple[float, float]:
+def _predicted(program: MegakernelProgram, demand: Demand, machine: Machine | None) -> tuple[float, float]:
     """(latency, floor) of the program of one GPU."""
-    _, machine, trace = _run(program, machine, is_part)
+    machine, trace = _run(program, demand, machine)
     floor = _floor_us(program)
     return _latency_us(trace, machine, floor), floor
 
@@ -72,10 +81,10 @@ def _first(found: tuple[float, float]) -> float:
     return found[0]
 
 
-def _spans(program: MegakernelProgram, machine: Machine | None, is_part: bool) -> list[TaskSpan]:
+def _spans(program: MegakernelProgram, demand: Demand, machine: Machine | None) -> list[TaskSpan]:
     from flywheel.cost_model.queues import priced_work
 
-    demand, machine, trace = _run(program, machine, is_part)
+    machine, trace = _run(program, demand, machine)
     sms = [sm for sm, (first, end) in enumerate(pairwise(demand.first)) for _ in range(first, end)]
     rows = zip(
         demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(),
@@ -94,7 +103,7 @@ def _exchanges_us(program: MegakernelProgram, machine: Machine | None) -> float:
 
 
 def _spans_of(
-    program: MegakernelProgram, rank: int, part: MegakernelProgram, machine: Machine | None
+    program: MegakernelProgram, rank: int, part: MegakernelProgram, demand: Demand, machine: Machine | None
 ) -> Iterator[TaskSpan]:
     assert program.target is not None
     homes = {buffer.id: buffer.rank for buffer in program.buffers}
@@ -104,7 +113,7 @@ def _spans_of(
         if task.rank == rank and all(homes[number] == rank for number in task.outputs)
     ]
     first = rank * program.target.num_sms
-    for span in _spans(part, machine, True):
+    for span in _spans(part, demand, machine):
         yield replace(span, task=own[span.task], sm=first + span.sm)
 
 
@@ -126,18 +135,14 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
     return max(floor, machine.launch_us + max(trace.finish_us))
 
 
-def _run(program: MegakernelProgram, machine: Machine | None, is_part: bool) -> tuple[Demand, Machine, Trace]:
-    # Imported here, so that only predictions wait for numpy and numba.
-    from flywheel.cost_model.demand import demand_of
-
-    demand = demand_of(program, is_part)
+def _run(program: MegakernelProgram, demand: Demand, machine: Machine | None) -> tuple[Machine, Trace]:
     assert program.target is not None
     machine = machine or machine_for(program.target)
     trace = _simulate(demand, machine)
     if trace.stuck is not None:
         task = next(task for task in program.tasks if task.id == demand.task_ids[trace.stuck])
         raise _never_starts(f"task {task.id} ({task.label})")
-    return demand, machine, trace
+    return machine, trace
 
 
 def _simulate(demand: Demand, machine: Machine) -> Trace:

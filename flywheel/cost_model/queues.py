@@ -73,7 +73,7 @@ class _Price(NamedTuple):
 
 
 def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
-    if kind.joined:
+    if kind.added:
         return _Price(0.0, 0.0, 0.0)
     consumer, vector, others = machine.consumer, machine.vector, variant.vector_warps
     share = machine.restage_share if kind.staged else 1.0

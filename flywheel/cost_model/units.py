@@ -45,8 +45,8 @@ class Units:
     layers: Layers | None
     unit_of: Ints
     moved: Ints
-    behind: int
-    """The first of `units` behind the layers."""
+    template: Span
+    """The template's part of `units`; empty where there are no layers."""
 
     @property
     def tasks(self) -> Ints:
@@ -58,8 +58,26 @@ class Units:
         """The place of each unit's first task in the program with fewer layers, of `n_tasks` tasks in all."""
         counts = np.array([unit.n_tasks for unit in self.units], np.int64)
         starts = np.cumsum(counts) - counts
-        starts[self.behind :] += n_tasks - counts.sum()
+        starts[self.template.stop :] += n_tasks - counts.sum()
         return starts
+
+    def stand_ins(self, tasks: Ints, number: Ints, n_tasks: int) -> tuple[Ints, Ints]:
+        """(the places of the tasks that stand for these in the program with one or two layers, of `n_tasks` tasks in
+        all; the numbers of their layers). `number` is the number of each task's unit among the units of all layers.
+
+        The last layer stands for itself, and the first one for all others. Tasks before and behind the layers have the
+        numbers -1 and `layers.times`.
+        """
+        if self.layers is None:
+            return tasks, np.zeros(len(tasks), np.int64)
+        counts = np.array([unit.n_tasks for unit in self.units], np.int64)
+        sizes = counts[self.unit_of]
+        unit, layer = self.unit_of[number], self.moved[number]
+        before, behind = unit < self.template.start, unit >= self.template.stop
+        last = ~before & ~behind & (layer == self.layers.times - 1)
+        inside = tasks - (np.cumsum(sizes) - sizes)[number]
+        places = self.places(n_tasks)[unit] + inside + np.where(last, n_tasks - counts.sum(), 0)
+        return places, layer - before + behind
 
     def counters(self, numbers: Sequence[int]) -> Ints:
         """A counter of each unit, for all layers."""
@@ -83,31 +101,21 @@ class Units:
         `operands` has for each unit the buffers and a part that does not move. None, for no operand, becomes -1.
         """
         rows = []
-        times = self.layers.times + 2 if self.layers is not None else 1
+        span, times = (self.layers.buffers, self.layers.times + 2) if self.layers is not None else (Span(0, 0), 1)
+        least, stop, size = span.least, span.stop, span.size
         for operand in operands:
             if operand is None:
                 rows.append((-1, 0))
                 continue
-            buffers, layer, moves = self._at_first(operand[0])
-            rows.append((known.setdefault((buffers, operand[1]), len(known)) * times + layer, moves))
-        numbers, moves_too = np.array(rows, np.int64).reshape(-1, 2).T
-        return numbers[self.unit_of] + moves_too[self.unit_of] * self.moved
-
-    def _at_first(self, buffers: tuple[int, ...]) -> tuple[tuple[int, ...], int, bool]:
-        """Buffers shifted so that the last is in the first layer, the layer that it was in, and whether they shift with
-        the layer.
-
-        Buffers after the layers stay.
-        """
-        if self.layers is None:
-            return buffers, 0, False
-        span = self.layers.buffers
-        last = max(buffers, default=0)
-        if last < span.least or last >= span.stop or not span.size:
-            return buffers, 0, False
-        layer = (last - span.least) // span.size
-        back = layer * span.size
-        return tuple([number if number < span.least else number - back + _APART for number in buffers]), layer, True
+            buffers, rest = operand
+            layer, moves, last = 0, 0, max(buffers, default=0)
+            if size and least <= last < stop:  # shifted so that the last is in the first layer
+                layer, moves = (last - least) // size, 1
+                further = _APART - layer * size
+                buffers = tuple([number if number < least else number + further for number in buffers])
+            rows.append((known.setdefault((buffers, rest), len(known)) * times + layer, moves))
+        numbers, moving = np.array(rows, np.int64).reshape(-1, 2).T
+        return numbers[self.unit_of] + moving[self.unit_of] * self.moved
 
     def _further(self, counters: Ints, by: Ints) -> Ints:
         if self.layers is None:
@@ -121,7 +129,7 @@ def units_of(program: MegakernelProgram) -> Units:
     tasks, layers = program.tasks, local_layers(program)
     if not isinstance(tasks, Runs):
         units = list(_of_tasks(tasks))
-        return Units(units, None, np.arange(len(units)), np.zeros(len(units), np.int64), len(units))
+        return Units(units, None, np.arange(len(units)), np.zeros(len(units), np.int64), Span(0, 0))
     runs = tasks.spelled if layers is not None else tasks.runs
     parts = [
         [
@@ -140,7 +148,7 @@ def units_of(program: MegakernelProgram) -> Units:
             [np.arange(head), np.tile(np.arange(head, head + layer), times), np.arange(tail) + head + layer]
         ),
         np.concatenate([np.zeros(head, np.int64), np.repeat(np.arange(times), layer), np.full(tail, times - 1)]),
-        head + layer,
+        Span(head, head + layer),
     )
 
 

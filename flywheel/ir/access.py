@@ -15,11 +15,12 @@ tiles write several rows of a buffer, only these tiles have columns, and all els
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from flywheel.ir.opcodes import InstructionKind, KvRows
 from flywheel.ir.operations import APPENDS, OPERATIONS, PRODUCTS, TILES
-from flywheel.ir.recipe import Input, Output, recipe_steps
+from flywheel.ir.recipe import Input, Output, Recipe, recipe_steps
 from flywheel.ir.records import Buffer, Task
 
 Region = tuple[int, int]
@@ -165,16 +166,22 @@ def past_rows_end(task: Task, operand: int) -> int | None:
     params = task.params
     if params.get("kv_rows") != KvRows.PAST:
         return None
-    if task.op is not InstructionKind.FUSED:
-        if not reads_window(task.op, operand):
-            return None
-    else:
-        for step in recipe_steps(task):
-            for place, arg in enumerate(step.args):
-                if arg == Input(operand) and not reads_window(step.op, place):
-                    return None
+    fused = task.op is InstructionKind.FUSED
+    if not (_reads_windows(params["recipe"], operand) if fused else reads_window(task.op, operand)):
+        return None
     end: int = params["kv_start"] + params["kv_len"]
     return end if params["kv_len"] > 0 else 0
+
+
+@lru_cache(maxsize=1 << 12)
+def _reads_windows(recipe: Recipe, operand: int) -> bool:
+    """Whether all steps read of an input the rows of the task's window alone."""
+    return all(
+        reads_window(step.op, place)
+        for step in recipe.steps
+        for place, arg in enumerate(step.args)
+        if arg == Input(operand)
+    )
 
 
 def _appended_row(task: Task, output: int) -> int | None:
@@ -182,16 +189,17 @@ def _appended_row(task: Task, output: int) -> int | None:
     if task.op in APPENDS:
         pos: int = task.params["pos"]
         return pos
-    if task.op is not InstructionKind.FUSED:
-        return None
-    row: int | None = None
-    for step in recipe_steps(task):
-        if step.out == Output(output):
-            if step.op not in APPENDS:
-                return None
-            first: int = {**task.params, **step.params}["pos"]
-            row = first if row is None else min(row, first)
-    return row
+    rows = _appended(task.params["recipe"], output) if task.op is InstructionKind.FUSED else None
+    return min([task.params["pos"] if row is None else row for row in rows]) if rows else None
+
+
+@lru_cache(maxsize=1 << 12)
+def _appended(recipe: Recipe, output: int) -> tuple[int | None, ...]:
+    """The rows at which steps append to an output, None for the task's own; empty where a step writes other rows."""
+    steps = [step for step in recipe.steps if step.out == Output(output)]
+    if not all(step.op in APPENDS for step in steps):
+        return ()
+    return tuple([int(step.params["pos"]) if "pos" in step.params else None for step in steps])
 
 
 def reads_window(op: InstructionKind, place: int) -> bool:

@@ -23,49 +23,48 @@ from flywheel.plan.staging import FRAGMENT_ROWS
 from flywheel.plan.step import adds_columns, x_rows
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+def sums_of(grouping: Grouping, made: Routines, buffers: Sequence[Buffer], part: RankPart) -> Bools:
+    """By place in the list of tasks: whether the task only adds its columns of all ranks' shards."""
+    nodes, routines = made.nodes, made.by_form
+    is_sum = [_is_sum(node, routines[node.form], buffers, part.ranks) for node in nodes]
+    return np.array(is_sum, np.bool_)[grouping.node_of]
 
 
 def adding_products(
-    grouping: Grouping,
-    made: Routines,
-    buffers: Sequence[Buffer],
-    hand_offs: HandOffs,
-    part: RankPart,
-    order: Ints,
-    sms: Ints,
-) -> Ints:
-    """The places in `order` of the products that add what the task at the next place would add. That task need not run.
+    grouping: Grouping, made: Routines, hand_offs: HandOffs, part: RankPart, products: Ints, sums: Ints
+) -> Bools:
+    """Which of the tasks `products` add what the tasks `sums` would add, each right behind it on its SM. That sum need
+    not run.
 
-    `order` has the tasks SM by SM, and `sms` the SM of each. A product leaves its sum alone if the operands of both are
-    more than ABI_MAX_INPUTS.
+    Both are places in the list of tasks. The sums are some of `sums_of`; the tasks before them are products, or not. A
+    product leaves its sum alone if the operands of both are more than ABI_MAX_INPUTS.
     """
-    nodes, routines, node_of = made.nodes, made.by_form, grouping.node_of[order]
-    is_sum = np.array([_is_sum(node, routines[node.form], buffers, part.ranks) for node in nodes], np.bool_)[node_of]
-    if not is_sum.any():
-        return np.zeros(0, np.int64)
+    nodes, routines = made.nodes, made.by_form
     others = (1 << part.ranks) - 1 - (1 << part.rank)
-    sends = ((part.peers & others == others) & ~part.pushes)[order]
-    places = np.flatnonzero(sends[:-1] & is_sum[1:] & (sms[:-1] == sms[1:]))
     facts = [_facts(number, nodes, routines, hand_offs) for number in range(len(nodes))]
     rows, n_inputs, result, awaits, announced = np.array(facts, np.int64).reshape(-1, 5).T
     stored = np.array([node.outputs[0] if node.outputs else -1 for node in nodes], np.int64)
     summand = np.array([node.inputs[part.rank] if len(node.inputs) > part.rank else -1 for node in nodes], np.int64)
-    widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)[grouping.params_of[order]]
-    starts = grouping.n_off[order]
-    product, total = node_of[places], node_of[places + 1]
-    start, width = starts[places], widths[places]
-    taken: npt.NDArray[np.bool_] = (
-        (rows[product] > 0)
+    tile = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
+    product, total = grouping.node_of[products], grouping.node_of[sums]
+    start, width = grouping.n_off[products], tile[grouping.params_of[products]]
+    found: Bools = (
+        (part.peers[products] & others == others)
+        & ~part.pushes[products]
+        & (rows[product] > 0)
         & (stored[product] == summand[total])
-        & (start == starts[places + 1])
-        & (width == widths[places + 1])
+        & (start == grouping.n_off[sums])
+        & (width == tile[grouping.params_of[sums]])
         & (result[total] == width * rows[product])
         & (awaits[total] == 0)
         & (announced[product] == 0)
         & (n_inputs[product] + part.ranks + 1 <= ABI_MAX_INPUTS)
         & (-(-(start % FRAGMENT_ROWS + width) // FRAGMENT_ROWS) <= made.pass_blocks)
     )
-    return places[taken]
+    return found
 
 
 def _facts(

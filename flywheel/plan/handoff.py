@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
-from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
+from flywheel.ir.access import TILED_OPS, first_row_written, multi_row_buffers, past_rows_end, tile
 from flywheel.ir.lanes import lanes_of_caches
 from flywheel.ir.recipe import Output, Recipe, recipe_steps
 from flywheel.plan.nodes import Grouping
@@ -103,7 +103,6 @@ class _NodeAccesses:
         self.sizes: Sequence[int] = np.bincount(grouping.node_of, minlength=len(self.tasks)).tolist()
         self._rows = multi_row_buffers(self.tasks, self.buffers)
         self._lanes = lanes_of_caches(self.tasks, self.buffers)
-        self._behind: dict[tuple[int, ...], bool] = {}
         self.writers: dict[int, list[int]] = defaultdict(list)
         self.readers: dict[int, list[int]] = defaultdict(list)
         self._signals: dict[int, int] = defaultdict(int)
@@ -154,9 +153,11 @@ class _NodeAccesses:
         cache = self.buffers[number].kind is BufferKind.KV_CACHE
         tiled = not cache and self._is_written_once(number)
         pairs = set() if tiled else {(one, other) for one in writers for other in writers if one < other}
+        ends = [self._end_read(reader, number) for reader in readers] if cache else [None] * len(readers)
         for writer in writers:
-            for reader in readers:
-                if reader != writer and not (cache and self._is_behind(writer, reader, number)):
+            row = first_row_written(self.tasks[writer], number) if cache else None
+            for reader, end in zip(readers, ends, strict=True):
+                if reader != writer and (row is None or end is None or end > row):
                     pairs.add((writer, reader))
         if not tiled:  # no wait orders the tasks of one node
             pairs |= {(writer, writer) for writer in writers if self.sizes[writer] > 1}
@@ -172,21 +173,16 @@ class _NodeAccesses:
             pairs |= {(writer, reader) for writer in writers if min(lanes[writer]) <= last}
         return pairs | {(writer, writer) for writer in writers if self.sizes[writer] > 1}
 
-    def _is_behind(self, writer: int, reader: int, number: int) -> bool:
-        """Whether the writer, a single task, appends to a cache after all rows that the reader's tasks read."""
-        append, task = self.tasks[writer], self.tasks[reader]
-        target = append.outputs.index(number)
+    def _end_read(self, reader: int, number: int) -> int | None:
+        """The row of a cache before which the reader's tasks stop reading; None where they may read any row."""
+        task, ends = self.tasks[reader], []
         for place in [place for place, read in enumerate(task.inputs) if read == number]:
             for params in self.params[reader]:
-                # Layers share params, so one answer holds for all.
-                key = task.op, append.op, id(params), id(append.params), place, target
-                known = self._behind.get(key)
-                if known is None:
-                    each = task if params is task.params else replace(task, params=params)
-                    known = self._behind[key] = appends_behind(append, each, place)
-                if not known:
-                    return False
-        return True
+                end = past_rows_end(task if params is task.params else replace(task, params=params), place)
+                if end is None:
+                    return None
+                ends.append(end)
+        return max(ends)
 
     def between(self, one: int, other: int) -> tuple[set[Wait], set[Wait]] | None:
         """(waits of node `one` for all of `other`, waits of `other` for all of `one`); None where there are none."""

@@ -21,6 +21,7 @@ from flywheel.ir import (
     Task,
 )
 from flywheel.ir.compressed import Stretch, stretches_of, task_of
+from flywheel.ir.records import maker
 from flywheel.plan.step import Form, StepOperand
 
 Ints = npt.NDArray[np.int64]
@@ -36,6 +37,9 @@ class Node:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     form: int
+
+
+make_node: Final = maker(Node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Nod
             number = known[key] = len(forms)
             ins, outs = ([operands[look] for look in each] for each in shape)
             forms.append(_form(task, ins, outs, written, widest))
-        nodes.append(Node(task, inputs, outputs, number))
+        nodes.append(make_node(task, inputs, outputs, number))
     return nodes, forms
 
 

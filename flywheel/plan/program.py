@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import Buffer, MegakernelProgram, Runs
-from flywheel.ir.compressed import local_layers, repeated
+from flywheel.ir.compressed import layers_of, local_layers, repeated
 from flywheel.ir.program import once
-from flywheel.plan.adding import adding_products
+from flywheel.plan.adding import adding_products, sums_of
 from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of, shares_pages
 from flywheel.plan.kernels import arch_name
 from flywheel.plan.nodes import Grouping, group_tasks
@@ -59,13 +59,24 @@ class Plan:
         return self.found
 
     @property
-    def adding(self) -> npt.NDArray[np.int64]:
-        """The places in `order` of products that add what the next task would add; see `adding_products`."""
+    def sums(self) -> npt.NDArray[np.bool_]:
+        """By place in the program's list: whether the task only adds the shards of all GPUs."""
         if self.part is None:
-            return np.zeros(0, np.int64)
-        return adding_products(
-            self.grouping, self.routines, self.program.buffers, self.hand_offs, self.part, self.order, self.sms
-        )
+            return np.zeros(len(self.order), np.bool_)
+        return sums_of(self.grouping, self.routines, self.program.buffers, self.part)
+
+    def adds(self, products: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which tasks add what the sum right behind them on their SM would add; see `adding_products`."""
+        if self.part is None:
+            return np.zeros(len(sums), np.bool_)
+        return adding_products(self.grouping, self.routines, self.hand_offs, self.part, products, sums)
+
+    @property
+    def adding(self) -> npt.NDArray[np.int64]:
+        """The places in `order` of products that add what the next task would add."""
+        order, sms = self.order, self.sms
+        places = np.flatnonzero(self.sums[order[1:]] & (sms[:-1] == sms[1:]))
+        return places[self.adds(order[places], order[places + 1])]
 
     @property
     def sms(self) -> npt.NDArray[np.int64]:
@@ -88,20 +99,18 @@ def brief_plan(program: MegakernelProgram) -> Plan:
     They come once, or BRIEF times where hand-offs may be by data: then, what it decides for the first layer that
     repeats holds for all but the last. A program without such layers is planned as it is.
     """
-    return _brief_plan(program, variant_of(program))
-
-
-def plan_alone(program: MegakernelProgram) -> Plan:
-    """The brief plan of what `ir.alone` leaves of a program of several GPUs, to predict its time."""
-    return _brief_plan(program, replace(variant_of(program), ranked=True))
-
-
-def _brief_plan(program: MegakernelProgram, variant: KernelVariant) -> Plan:
-    layers = local_layers(program)
+    variant, layers = variant_of(program), local_layers(program)
     if layers is None:
         return _planned(program, variant)
     polls = variant.data_hand_offs and not shares_pages(program)
     return _planned(repeated(program, min(layers.times, BRIEF if polls else 1)), variant, polls=polls)
+
+
+@once
+def brief_rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
+    """The plans of all GPUs of a program, as `rank_plans`, with alike layers BRIEF times and all tasks on SM 0."""
+    layers = layers_of(program)
+    return rank_plans(program if layers is None else repeated(program, min(layers.times, BRIEF)))
 
 
 def _planned(
@@ -134,11 +143,13 @@ def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
     """
     plans = tuple([_planned(part.program, variant_of(part.program), part) for part in parts_of(program)])
     made = [plan.found for plan in plans if isinstance(plan.found, Routines)]
-    if len({each.best is not None and each.best.shared for each in made}) == 1:
+    if len({each.best is not None and each.best.shared for each in made}) <= 1:
         return plans
     # The largest logit of all ranks needs that of each rank.
-    alone = [replace(each, best=None) for each in made]
-    return tuple([replace(plan, found=each) for plan, each in zip(plans, alone, strict=True)]) if alone else plans
+    return tuple([
+        replace(plan, found=replace(plan.found, best=None)) if isinstance(plan.found, Routines) else plan
+        for plan in plans
+    ])  # fmt: skip
 
 
 def check_program(program: MegakernelProgram) -> None:
@@ -151,7 +162,7 @@ def check_program(program: MegakernelProgram) -> None:
     if program.ranks == 1:
         queues_of(program)
     try:
-        _check((brief_plan(program),) if program.ranks == 1 else rank_plans(repeated(program, BRIEF)))
+        _check((brief_plan(program),) if program.ranks == 1 else brief_rank_plans(program))
     except InvalidProgramError:
         _check((make_plan(program),) if program.ranks == 1 else rank_plans(program))
     arch_name(variant.sm_arch)

@@ -35,7 +35,7 @@ from flywheel.plan.nodes import group_tasks
 from flywheel.search.workload import Workload
 
 KIB = 1024
-VERSION = "10"
+VERSION = "11"
 PREDICTED_US = (
     "0x1.8766baa3bb3cfp+5",
     "0x1.8c6d1bf639c53p+5",

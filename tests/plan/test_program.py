@@ -7,14 +7,16 @@ import imagined
 import numpy as np
 import pytest
 
-from flywheel.cost_model.demand import demand_of
+from flywheel.cost_model.demand import demand_of, part_demand
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, Task
+from flywheel.ir.alone import alone
 from flywheel.lowering.lower import lower
 from flywheel.plan.program import Plan, make_plan
+from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
 from flywheel.vm.abi import InstructionFlag
-from flywheel.vm.pack import pack
+from flywheel.vm.pack import pack, pack_ranks
 
 
 def programs() -> Sequence[MegakernelProgram]:
@@ -72,6 +74,23 @@ def test_the_cost_model_takes_for_staged_what_the_packer_finds_staged() -> None:
         assert (staged == (packed.instructions["flags"] & InstructionFlag.X_STAGED != 0)).all()
         found += staged.sum()
     assert found
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_cost_model_takes_for_added_what_the_packer_lets_products_add(batch: int) -> None:
+    work = make_workload("smollm2-135m", "3xh200", "bf16", 64, batch=batch)
+    space = make_space(work)
+    program = lower(work.graph, space.to_config(space.known_good()[1]), work.target)
+    counts = []
+    homes = {buffer.id: buffer.rank for buffer in program.buffers}
+    for rank, packed in enumerate(pack_ranks(program)):
+        own = [task.id for task in program.tasks if {rank, *map(homes.__getitem__, task.outputs)} == {task.rank}]
+        demand = part_demand(program, rank, alone(program, rank))
+        added = np.array([kind.added for kind in demand.kinds])[demand.kind_of]
+        wanted = {packed.program.tasks[place].id for place in packed.sums.values()}
+        assert {own[number] for number in demand.task_ids[added].tolist()} == wanted
+        counts.append(len(wanted))
+    assert 0 < counts[0] < counts[1], "one rank has a sum behind another task"
 
 
 def test_a_program_without_a_target_or_with_a_task_without_an_sm_has_no_plan(

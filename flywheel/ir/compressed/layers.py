@@ -37,6 +37,8 @@ def spell(text: str, first: int) -> str:
     """The text with its number of a layer, where the template's first layer has the number `first`."""
     if "{i" not in text:
         return text
+    if "{i+" not in text:
+        return text.replace("{i}", str(first))
     return _INDEX.sub(lambda found: str(first + int(found[1] or 0)), text)
 
 
