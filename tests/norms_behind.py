@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from flywheel.ir import InstructionKind
-from flywheel.models.blocks import LayerWeight, attending_ops, gated_ops, norm_op, usual_weights
+from flywheel.models.blocks import LayerWeight, activated_ops, attending_ops, norm_op, usual_weights
 from flywheel.models.family import Family
 from flywheel.models.graph import Op
 from flywheel.models.spec import DecoderSpec
@@ -31,7 +31,7 @@ def layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
         *attending_ops(spec, context, lanes, "x", norm_widths=(spec.q_width, spec.kv_width)),
         norm_op(spec, "attn_norm", "attn_out", "post_attention_norm", "attn_normed"),
         Op("attn_add", _ADD, ("attn_normed", "x"), "x_mid"),
-        *gated_ops(spec, "x_mid"),
+        *activated_ops(spec, "x_mid"),
         norm_op(spec, "mlp_norm", "mlp_out", "post_feedforward_norm", "mlp_normed"),
         Op("mlp_add", _ADD, ("mlp_normed", "x_mid"), "x_out"),
     )

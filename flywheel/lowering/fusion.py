@@ -15,8 +15,10 @@ _K = InstructionKind
 COMBINE: Final = "attn_combine"
 """The merge of split-KV partials. It belongs to the attention wherever the KV range is split."""
 
-_AFTER: Final = {1: _K.ADD, 2: _K.SILU_MUL}
-"""Number of products of one vector -> the operation on their results that they fuse with."""
+_AFTER: Final = {1: (_K.ADD, _K.GELU), 2: (_K.SILU_MUL,)}
+"""Number of products of one vector -> the operations on their results that they fuse with."""
+
+_NORMS: Final = (_K.RMSNORM, _K.LAYERNORM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,11 @@ def patterns_of(graph: Graph, block: Block) -> tuple[Pattern, ...]:
         maker, before, after = makers.get(source), list[str](), list[str]()
         if maker is not None and maker.kind is _K.ATTENTION_TILE:
             before = [COMBINE]
-        elif maker is not None and maker.kind is _K.RMSNORM and readers[source] == run:
+        elif maker is not None and maker.kind in _NORMS and readers[source] == run:
             before = [maker.name]
         joins = [readers[op.output] for op in run]
-        if all(each == joins[0] for each in joins) and [op.kind for op in joins[0]] == [_AFTER.get(len(run))]:
+        alike = len(joins[0]) == 1 and all(each == joins[0] for each in joins)
+        if alike and joins[0][0].kind in _AFTER.get(len(run), ()):
             after = [joins[0][0].name]
         found.append(Pattern(tuple(before), tuple([op.name for op in run]), tuple(after)))
     for attention in [op for op in block.ops if op.kind is _K.ATTENTION_TILE]:

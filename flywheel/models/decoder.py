@@ -7,6 +7,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import ABI_MAX_ROWS, COMPUTE_DTYPES, BufferKind, DType, InstructionKind
+from flywheel.models.blocks import norm_op
 from flywheel.models.families import family_of, layer_weights
 from flywheel.models.formats import HEAD, PLAIN, WeightFormat, WeightFormats
 from flywheel.models.graph import Block, Graph, Op, Tensor, codes_of, scales_of, stream_names, zeros_of
@@ -122,9 +123,9 @@ def _layer(
 
 
 def _epilogue(spec: DecoderSpec, dtype: DType, batch: int, formats: WeightFormats) -> Block:
-    shapes = model_weight_shapes(spec)
     tensors = [
-        Tensor("final_norm.w", _WEIGHT, dtype, shapes["final_norm"], model_weight_key(spec, "final_norm")),
+        *(Tensor(f"{role}.w", _WEIGHT, dtype, shape, model_weight_key(spec, role))
+          for role, shape in model_weight_shapes(spec).items() if role.startswith("final_norm")),
         Tensor("final_in", _ACT, dtype, (batch, spec.hidden)),
         Tensor("logits", BufferKind.IO_OUTPUT, DType.F32, (batch, spec.vocab)),
         Tensor("next_token", BufferKind.IO_OUTPUT, DType.I32, (batch,)),
@@ -134,11 +135,10 @@ def _epilogue(spec: DecoderSpec, dtype: DType, batch: int, formats: WeightFormat
         head = "lm_head.w"
         shape = (spec.vocab, spec.hidden)
         tensors += _matrix(spec, HEAD, shape, dtype, MODEL_WEIGHT_KEYS["lm_head"], format)
-    norm = {"eps": spec.norm_eps, "hidden": spec.hidden}
     return _block(
         tensors,
         [
-            Op("final_norm", _K.RMSNORM, ("x", "final_norm.w"), "final_in", norm),
+            norm_op(spec, "final_norm", "x", "final_norm", "final_in"),
             Op("lm_head", _K.GEMV_TILE, ("final_in", head), "logits", {"K": spec.hidden}),
             Op("argmax", _K.SAMPLE_ARGMAX, ("logits",), "next_token"),
         ],

@@ -10,14 +10,16 @@ huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`, `m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import pi
+from types import MappingProxyType
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 from flywheel.errors import UsageError, WeightsError
 from flywheel.models.families import layer_weights
@@ -35,6 +37,10 @@ _PREFILL_CHUNK: Final = 256  # tokens; bounds the scores to [n_heads, 256, conte
 LayerCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, both [n_positions, n_kv_heads, head_dim]. Keys are rotated."""
 
+
+_ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = MappingProxyType(
+    {"silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh")}
+)
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
 """Codes, scales and zero points."""
@@ -106,6 +112,7 @@ class OracleWeights:
         self.device: Final = torch.device(device)
         self.embed: Final = own(model_weight_key(spec, "embed"))
         self.final_norm: Final = own(model_weight_key(spec, "final_norm"))
+        self.final_norm_bias: Final = own(model_weight_key(spec, "final_norm_bias")) if spec.norm_bias else None
         head = MODEL_WEIGHT_KEYS["lm_head"]
         self.head: Final = (
             dequantise(*_parts(given, head, device), self.wide)
@@ -185,7 +192,7 @@ class EagerDecoder:
         with torch.no_grad():
             for start in range(0, len(tokens), _PREFILL_CHUNK):
                 hidden = self._forward(tokens[start : start + _PREFILL_CHUNK])
-            last = self._norm(hidden[-1], self._own.final_norm)
+            last = norm(self.spec, hidden[-1], self._own.final_norm, self._own.final_norm_bias, self._wide)
             return linear(last.to(self._wide), self._head)
 
     def read_cache(self) -> list[LayerCache]:
@@ -219,8 +226,10 @@ class EagerDecoder:
         x = self._own.embed[tokens]
         for layer, (weights, cache) in enumerate(zip(self._own.layers, self._cache, strict=True)):
             own = turn if self.spec.has_rope(layer) else torch.ones_like(turn)
-            x = x + self._attention(self._norm(x, weights["input_norm"]), weights, cache, own)
-            x = x + self._mlp(self._norm(x, weights["post_attention_norm"]), weights)
+            first = self._norm(x, weights, "input_norm")
+            x = x + self._attention(first, weights, cache, own)
+            shared = self.spec.norms == "shared"
+            x = x + self._mlp(first if shared else self._norm(x, weights, "post_attention_norm"), weights)
         self._length = stop
         return x
 
@@ -231,7 +240,7 @@ class EagerDecoder:
         k = project(x, weights["k_proj"], weights.get("k_bias")).view(count, spec.n_kv_heads, spec.head_dim)
         v = project(x, weights["v_proj"], weights.get("v_bias")).view(count, spec.n_kv_heads, spec.head_dim)
         if spec.qk_norm:
-            q, k = self._norm(q, weights["q_norm"]), self._norm(k, weights["k_norm"])
+            q, k = self._norm(q, weights, "q_norm"), self._norm(k, weights, "k_norm")
         keys, values = cache
         keys[start : start + count] = rotate(k, turn, self._wide)
         values[start : start + count] = v
@@ -242,14 +251,15 @@ class EagerDecoder:
         later = torch.ones(count, start + count, dtype=torch.bool, device=self.device).triu(start + 1)
         shares = scores.masked_fill(later, -torch.inf).softmax(-1)
         mixed = torch.einsum("gjst,tgd->sgjd", shares, seen_values).to(self.dtype)
-        return project(mixed.reshape(count, spec.q_width), weights["o_proj"])
+        return project(mixed.reshape(count, spec.q_width), weights["o_proj"], weights.get("o_bias"))
 
     def _mlp(self, x: Tensor, weights: EagerLayer) -> Tensor:
-        gate, up = project(x, weights["gate_proj"]), project(x, weights["up_proj"])
-        return project(swiglu(gate, up, self._wide), weights["down_proj"])
+        up = project(x, weights["up_proj"], weights.get("up_bias"))
+        gate = project(x, weights["gate_proj"], weights.get("gate_bias")) if self.spec.gated else None
+        return project(activate(self.spec, gate, up, self._wide), weights["down_proj"], weights.get("down_bias"))
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.spec.norm_eps, self._wide)
+    def _norm(self, x: Tensor, weights: EagerLayer, role: str) -> Tensor:
+        return norm(self.spec, x, weights[role], weights.get(f"{role}_bias"), self._wide)
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -260,16 +270,21 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return wide.to(x.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, wide: torch.dtype) -> Tensor:
-    """RMSNorm over the last dimension, computed in `wide`."""
+def norm(spec: DecoderSpec, x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
+    """The decoder's norm over the last dimension, computed in `wide`: LayerNorm subtracts the mean first."""
     widened = x.to(wide)
-    scale = torch.rsqrt(widened.square().mean(-1, keepdim=True) + eps)
-    return (widened * scale * weight.to(wide)).to(x.dtype)
+    if spec.norm == "layer":
+        widened = widened - widened.mean(-1, keepdim=True)
+    scale = torch.rsqrt(widened.square().mean(-1, keepdim=True) + spec.norm_eps)
+    normed = widened * scale * weight.to(wide)
+    return (normed if bias is None else normed + bias.to(wide)).to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor, wide: torch.dtype) -> Tensor:
-    """SiLU(gate) times up, computed in `wide`."""
-    return (silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+def activate(spec: DecoderSpec, gate: Tensor | None, up: Tensor, wide: torch.dtype) -> Tensor:
+    """The activation of gate, times up; without a gate the activation of up. Computed in `wide`."""
+    act = _ACTIVATIONS[spec.activation]
+    made = act(up.to(wide)) if gate is None else act(gate.to(wide)) * up.to(wide)
+    return made.to(up.dtype)
 
 
 def turns(weights: OracleWeights, positions: Tensor) -> Tensor:

@@ -46,11 +46,16 @@ class Family:
     """sliding_window counts only with use_sliding_window."""
     window_from: int | None = None
     """Default of `max_window_layers`, the first layer with a window; None where there is no such field."""
+    norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    """(the field of the norms' epsilon, its default)."""
+    activation: str = "silu"
+    """The activation that `hidden_act` may name, one of spec.ACTIVATIONS."""
     qkv_bias: bool = False
     qk_norm: bool = False
     biases: tuple[str, ...] = ()
-    """Fields that ask for further biases."""
+    """Which of the fields `attention_bias` (of q, k, v and o) and `mlp_bias` it has."""
     read: Callable[[Fields], dict[str, Any]] = lambda _: {}
-    """Reads further fields of the spec. Raises UnsupportedModelError."""
+    """Further fields of the spec, which go before those that follow from the fields above. Raises
+    UnsupportedModelError."""
     reads: tuple[str, ...] = ()
     """The fields that `read` reads."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flywheel.models.eager import OracleWeights, rms_norm, rotate, swiglu, turns
+from flywheel.models.eager import OracleWeights, activate, norm, rotate, turns
 
 _WIDENED: Final = 2**26
 """Elements of a weight or of caches that are widened at a time."""
@@ -82,7 +82,8 @@ def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, hand: Hand) -> No
             if len(layers) > 1:
                 x = torch.cat((x, hand.given(layers).to(x.dtype)))
             x = _LayerStack(own, layers, hand).made_of(x, at, turn)[-1:]
-        final = hand.take(("final_in",), rms_norm(x, own.final_norm, own.spec.norm_eps, own.wide), 1)
+        normed = norm(own.spec, x, own.final_norm, own.final_norm_bias, own.wide)
+        final = hand.take(("final_in",), normed, 1)
         hand.take(("logits",), _product(final, [own.head]), 1)
 
 
@@ -101,12 +102,15 @@ class _LayerStack:
 
     def made_of(self, x: Tensor, at: Tensor, turn: Tensor) -> Tensor:
         """The residual stream after each layer, from that before it."""
-        x = self._add("attn_out", "x_mid", self._product(self._attention(x, at, turn), "o_proj"), x)
-        normed = self._take("mlp_in", self._norm(x, "post_attention_norm"))
-        gate = self._take("gate", self._product(normed, "gate_proj"))
-        up = self._take("up", self._product(normed, "up_proj"))
-        act = self._take("act", swiglu(gate, up, self.own.wide))
-        return self._add("mlp_out", "x_out", self._product(act, "down_proj"), x)
+        spec, given = self.own.spec, x
+        x = self._add("attn_out", "x_mid", self._product(self._attention(x, at, turn), "o_proj", spec.o_bias), x)
+        made = self._norm(given, "input_norm") if spec.norms == "shared" else self._norm(x, "post_attention_norm")
+        normed, gate = self._take("mlp_in", made), None
+        if spec.gated:
+            gate = self._take("gate", self._product(normed, "gate_proj", spec.mlp_bias))
+        up = self._take("up", self._product(normed, "up_proj", spec.mlp_bias))
+        act = self._take("act", activate(spec, gate, up, self.own.wide))
+        return self._add("mlp_out", "x_out", self._product(act, "down_proj", spec.mlp_bias), x)
 
     def _attention(self, x: Tensor, at: Tensor, turn: Tensor) -> Tensor:
         own, spec = self.own, self.own.spec
@@ -116,10 +120,7 @@ class _LayerStack:
         # Of tensors that are on the device: a CUDA graph cannot capture a copy of what the host has.
         own_turn = torch.stack([turn if spec.has_rope(layer) else torch.ones_like(turn) for layer in self.layers])
         for side, count in heads.items():
-            flat = self._product(normed, f"{side}_proj")
-            if spec.qkv_bias:
-                flat = flat + self._each(f"{side}_bias").to(own.wide)
-            taken = self._take(side, flat, count)
+            taken = self._take(side, self._product(normed, f"{side}_proj", spec.qkv_bias), count)
             made[side] = taken.view(*taken.shape[:2], count, spec.head_dim)
         for side in "qk":
             if spec.qk_norm:
@@ -140,14 +141,19 @@ class _LayerStack:
         return self.hand.take(named(self.layers, tensor), made, parts)
 
     def _norm(self, x: Tensor, role: str) -> Tensor:
-        weight = self._each(role)
-        return rms_norm(x, weight if x.ndim == 3 else weight[:, None], self.own.spec.norm_eps, self.own.wide)
+        weight, spec = self._each(role), self.own.spec
+        bias = self._each(f"{role}_bias") if spec.norm_bias else None
+        return norm(spec, x, weight if x.ndim == 3 else weight[:, None], bias, self.own.wide)
 
     def _each(self, role: str) -> Tensor:
         """A vector of each layer, [layers, 1, width]."""
         return torch.stack([self.own.layers[layer][role] for layer in self.layers])[:, None]
 
-    def _product(self, x: Tensor, role: str) -> Tensor:
+    def _product(self, x: Tensor, role: str, biased: bool) -> Tensor:
+        made = self._unbiased(x, role)
+        return made + self._each(f"{role.removesuffix('proj')}bias").to(made.dtype) if biased else made
+
+    def _unbiased(self, x: Tensor, role: str) -> Tensor:
         if self.own.layers[self.layers[0]].makes(role):  # one layer at a time, for its memory
             return torch.cat([_product(x[place, None], [self.own.layers[layer][role]])
                               for place, layer in enumerate(self.layers)])  # fmt: skip

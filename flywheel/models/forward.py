@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, gelu, layer_norm, rms_norm, silu
 
 from flywheel.ir import InstructionKind
 from flywheel.models.calls import Call, ColumnsOf
@@ -53,6 +53,10 @@ def _norm(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Te
 PLAIN: Final[Mapping[InstructionKind, Plain]] = {
     _K.EMBED: lambda _, inputs, weights: embedding(inputs[0], weights[0]),
     _K.RMSNORM: _norm,
+    _K.LAYERNORM: lambda call, inputs, weights: layer_norm(
+        inputs[0], (call.params["hidden"],), weights[0], weights[1] if len(weights) > 1 else None, call.params["eps"]
+    ),
+    _K.GELU: lambda _, inputs, __: gelu(inputs[0]),
     _K.SILU_MUL: lambda _, inputs, __: silu(inputs[0]) * inputs[1],
     _K.ADD: lambda _, inputs, __: inputs[1] + inputs[0],
     _K.SAMPLE_ARGMAX: lambda _, inputs, __: inputs[0].argmax(-1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.ir.files import parse_json
@@ -30,6 +30,10 @@ from flywheel.models.spec import (
 
 _MAX_FILE_BYTES: Final = 4 * 1024**2
 
+_ACTIVATIONS: Final = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+)
+"""transformers' name of an activation -> the spec's."""
 
 _CODE: Final = "auto_map"
 _OWN_CODE: Final = ("AutoModel", "AutoConfig")
@@ -106,15 +110,20 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     fields = Fields(name, "", config)
     rules = FAMILIES[fields.choice("model_type", FAMILIES)]
     _check_architecture(fields, rules)
-    fields.check_neutral({**NEUTRAL, **dict.fromkeys(rules.biases, OFF)})
+    fields.check_neutral(NEUTRAL)
     _check_code(fields)
     read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
-        fields.choice("hidden_act", ("silu", "swish"))
+        fields.choice("hidden_act", [name for name, own in _ACTIVATIONS.items() if own == rules.activation])
     theta, scaling = _rope(fields, rules)
     n_heads, n_kv_heads, head_dim = _heads(fields, rules)
     max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
     window = _window(fields, rules)
+    attention_bias, mlp_bias = (_has_bias(fields, rules, field) for field in ("attention_bias", "mlp_bias"))
+    usual: dict[str, Any] = {
+        "qkv_bias": rules.qkv_bias or attention_bias, "o_bias": attention_bias, "mlp_bias": mlp_bias,
+        "activation": rules.activation,
+    }  # fmt: skip
     return DecoderSpec(
         name=name,
         family=rules.name,
@@ -126,15 +135,18 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         head_dim=head_dim,
         vocab=fields.positive_int("vocab_size", MAX_VOCAB),
         rope_theta=theta,
-        norm_eps=fields.positive_float("rms_norm_eps", absent=1e-6),
+        norm_eps=fields.positive_float(*rules.norm_eps),
         max_position=max_position,
         tied_head=fields.flag("tie_word_embeddings", absent=rules.tied_head),
-        qkv_bias=rules.qkv_bias,
         qk_norm=rules.qk_norm,
         rope_scaling=scaling,
         window=window if window is not None and window < max_position else None,
-        **rules.read(fields),
+        **(usual | rules.read(fields)),
     )
+
+
+def _has_bias(fields: Fields, rules: Family, field: str) -> bool:
+    return field in rules.biases and fields.values.get(field) is not None and fields.flag(field, absent=False)
 
 
 def _check_architecture(fields: Fields, rules: Family) -> None:

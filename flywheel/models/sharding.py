@@ -98,9 +98,11 @@ def _summed(ops: Sequence[Op], tensors: dict[str, Tensor], rank: int, ranks: int
     """The operations of a layer on a GPU, and the sums of what each GPU makes of some columns of a matrix.
 
     Where an addition alone reads the result, the sum takes its place, and the first GPU's summand includes the
-    residual.
+    residual. It alone has the bias.
     """
     found = []
+    if rank > 0:
+        ops = [_unbiased(op, tensors) for op in ops]
     products = [op.output for op in ops if op.kind is _K.GEMV_TILE and _has_columns(tensors[op.inputs[1]])]
     readers = {name: [op for op in ops if name in op.inputs] for name in products}
     added = {name: its[0] for name, its in readers.items() if [op.kind for op in its] == [_K.ADD]}
@@ -121,6 +123,14 @@ def _summed(ops: Sequence[Op], tensors: dict[str, Tensor], rank: int, ranks: int
         else:
             found += [replace(op, output=summands[0]), total] if rank == 0 else [total]
     return found
+
+
+def _unbiased(op: Op, tensors: dict[str, Tensor]) -> Op:
+    """A product of some columns of a matrix without its bias, which leaves `tensors`; other operations as they are."""
+    if op.kind is not _K.GEMV_TILE or len(op.inputs) < 3 or not _has_columns(tensors[op.inputs[1]]):
+        return op
+    del tensors[op.inputs[2]]
+    return replace(op, inputs=op.inputs[:2])
 
 
 def _has_columns(matrix: Tensor) -> bool:

@@ -218,6 +218,7 @@ MODEL_WEIGHT_KEYS: Final = MappingProxyType(
     {
         "embed": "model.embed_tokens.weight",
         "final_norm": "model.norm.weight",
+        "final_norm_bias": "model.norm.bias",
         "lm_head": "lm_head.weight",
     }
 )
@@ -226,6 +227,7 @@ MODEL_WEIGHT_KEYS: Final = MappingProxyType(
 LAYER_WEIGHT_KEYS: Final = MappingProxyType(
     {
         "input_norm": "model.layers.{i}.input_layernorm.weight",
+        "input_norm_bias": "model.layers.{i}.input_layernorm.bias",
         "q_proj": "model.layers.{i}.self_attn.q_proj.weight",
         "k_proj": "model.layers.{i}.self_attn.k_proj.weight",
         "v_proj": "model.layers.{i}.self_attn.v_proj.weight",
@@ -235,10 +237,15 @@ LAYER_WEIGHT_KEYS: Final = MappingProxyType(
         "q_norm": "model.layers.{i}.self_attn.q_norm.weight",
         "k_norm": "model.layers.{i}.self_attn.k_norm.weight",
         "o_proj": "model.layers.{i}.self_attn.o_proj.weight",
+        "o_bias": "model.layers.{i}.self_attn.o_proj.bias",
         "post_attention_norm": "model.layers.{i}.post_attention_layernorm.weight",
+        "post_attention_norm_bias": "model.layers.{i}.post_attention_layernorm.bias",
         "gate_proj": "model.layers.{i}.mlp.gate_proj.weight",
+        "gate_bias": "model.layers.{i}.mlp.gate_proj.bias",
         "up_proj": "model.layers.{i}.mlp.up_proj.weight",
+        "up_bias": "model.layers.{i}.mlp.up_proj.bias",
         "down_proj": "model.layers.{i}.mlp.down_proj.weight",
+        "down_bias": "model.layers.{i}.mlp.down_proj.bias",
     }
 )
 """Role of a layer's weight -> the state-dict key that most families have, with `{i}` for the layer."""
@@ -257,6 +264,8 @@ def layer_weight_key(role: str, layer: int) -> str:
 def model_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
     """Role -> shape of the weights that exist once; a tied head is absent. Matrices are [N_out, K_in]."""
     shapes: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden), "final_norm": (spec.hidden,)}
+    if spec.norm_bias:
+        shapes["final_norm_bias"] = (spec.hidden,)
     return shapes if spec.tied_head else {**shapes, "lm_head": (spec.vocab, spec.hidden)}
 
 

@@ -35,6 +35,9 @@ _QUERY: Final = 1.5
 _STREAM: Final = 50.0
 """Mean square of the embedding over the norms' epsilon."""
 
+_MEAN: Final = 0.5
+"""Mean of the embedding over its deviation where norms subtract it."""
+
 _ADDED: Final = 0.35
 """Deviation of the results of attention and MLP that are added to the residual stream, over the embedding's."""
 
@@ -151,6 +154,8 @@ def _together(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, float]:
     """(mean, standard deviation) of a role's weights."""
     stream = sqrt(_STREAM * spec.norm_eps)
+    if role in ("o_bias", "down_bias"):
+        return 0.0, _BIAS * _ADDED * stream
     if role.endswith("_bias"):
         return 0.0, _BIAS
     if role == "final_norm":
@@ -159,7 +164,7 @@ def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, fl
         scale = _QUERY if role == "q_norm" else 1.0
         return scale, scale * _NORM_SPREAD
     if role == "embed":
-        return 0.0, stream
+        return _MEAN * stream if spec.norm == "layer" else 0.0, stream
     if role == "o_proj":
         return 0.0, _ADDED * stream / sqrt(shape[1])
     if role == "down_proj":

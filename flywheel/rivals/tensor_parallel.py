@@ -31,14 +31,16 @@ from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder
 class Shard:
     """A rank's part of a model. `spec` has the rank's heads, its rows of gate and up, and an LM head of its own, tied
     or not. `parts`: state-dict key -> (axis, first, size) of the rank's part of a weight. `summed`: keys, with `{i}`
-    for the layer, of the matrices of which it has some columns, so that ranks sum their products. `rows`: every rank's
-    (first, stop) in the vocabulary. `kv_heads`: (first, stop) of the rank's KV heads in the model."""
+    for the layer, of the matrices of which it has some columns, so that ranks sum their products. `zeros`: keys of
+    biases that another rank adds. `rows`: every rank's (first, stop) in the vocabulary. `kv_heads`: (first, stop) of
+    the rank's KV heads in the model."""
 
     whole: DecoderSpec
     spec: DecoderSpec
     rank: int
     parts: Mapping[str, tuple[int, int, int]]
     summed: frozenset[str]
+    zeros: frozenset[str]
     rows: tuple[tuple[int, int], ...]
     kv_heads: tuple[int, int]
 
@@ -55,6 +57,8 @@ class Shard:
         def make(key: str) -> Tensor:
             if key == head:
                 return self._head_of(weights[model_weight_key(self.whole, "lm_head")])
+            if key in self.zeros:
+                return torch.zeros_like(weights[key])
             part = self.parts.get(key)
             return weights[key] if part is None else weights[key].narrow(*part).clone()
 
@@ -72,9 +76,12 @@ def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
     whole = shared_step(spec, 1, DType.BF16, 1, ranks=ranks)
     graphs = whole.ranks or (whole,)
     own = graphs[rank]
-    parts, summed = {}, set()
+    parts, summed, zeros = {}, set(), set()
     for layer, kind in enumerate(own.order):
-        for tensor in own.kinds[kind].tensors.values():
+        tensors = own.kinds[kind].tensors
+        elsewhere = [tensor for name, tensor in whole.kinds[kind].tensors.items() if name not in tensors]
+        zeros |= {tensor.source.format(i=layer) for tensor in elsewhere if tensor.source is not None}
+        for tensor in tensors.values():
             if tensor.source is not None and tensor.part is not None:
                 axis, first = tensor.part
                 parts[tensor.source.format(i=layer)] = (axis, first, tensor.shape[axis])
@@ -84,7 +91,7 @@ def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
         spec,
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
-        intermediate=own.kinds[0].tensors["gate"].width,
+        intermediate=own.kinds[0].tensors["up"].width,
         tied_head=False,
     )
     return Shard(
@@ -93,6 +100,7 @@ def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
         rank,
         parts,
         frozenset(summed),
+        frozenset(zeros),
         tuple([head.rows or (0, spec.vocab) for head in heads]),
         (own.first_kv_head, own.first_kv_head + own.n_kv_heads),
     )

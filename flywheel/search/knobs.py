@@ -177,7 +177,7 @@ QKV: Final = ("q_proj", "k_proj", "v_proj")
 KNOBS: Final = (
     Knob("rows.qkv", rows_of(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q, k and v"),
     Knob("rows.o", rows_of(("o_proj",), 0.5, 1, 2), True, "rows a tile of the output projection"),
-    Knob("rows.gate_up", rows_of(("gate_proj",), 0.5, 1, 2, 3), True, "rows a tile of gate, and of up"),
+    Knob("rows.gate_up", rows_of(("up_proj",), 0.5, 1, 2, 3), True, "rows a tile of gate, and of up"),
     Knob("rows.down", rows_of(("down_proj",), 0.5, 1, 2), True, "rows a tile of the down projection"),
     Knob("rows.lm_head", rows_of(("lm_head",), 1, 2, 4, 8), True, "rows a tile of the head"),
     Knob("kv_block", _kv_blocks, True, "positions an attention tile"),

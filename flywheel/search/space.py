@@ -63,8 +63,8 @@ _FUSED: Final = MappingProxyType(
         ("fuse.attention", 4): "k_norm k_rope k_append v_append q_norm q_rope attention",
         ("fuse.out", 1): "o_proj attn_add",
         ("fuse.out", 2): "attn_combine o_proj attn_add",
-        ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul",
-        ("fuse.mlp_in", 2): "mlp_norm gate_proj up_proj silu_mul",
+        ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul gelu",
+        ("fuse.mlp_in", 2): "mlp_norm gate_proj up_proj silu_mul gelu",
         ("fuse.down", 1): "down_proj mlp_add",
         ("fuse.head", 1): "final_norm lm_head",
     }
@@ -83,16 +83,21 @@ class Space:
     dimensions: tuple[Dimension, ...]
     groups: Mapping[tuple[str, int], Groups] = field(init=False, repr=False, compare=False)
     """Knob and level -> the operations that are fused."""
+    rows: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    """Knob -> the model's projections whose tiles it cuts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", groups_of(self.workload))
+        own = {op.name for block in self.workload.graph.blocks for op in block.ops}
+        rows = {knob: tuple([name for name in names if name in own]) for knob, names in _ROWS.items()}
+        object.__setattr__(self, "rows", rows)
 
     def to_config(self, choice: Choice, like: ScheduleConfig | None = None) -> ScheduleConfig:
         """The config that `choice` stands for. `choice` has one value for each dimension. What no knob decides is as in
         `like`, if that is given."""
         tiling: dict[str, dict[str, int]] = {
             f"gemv.{projection}": {"N_tile": int(choice[knob])}
-            for knob, projections in _ROWS.items()
+            for knob, projections in self.rows.items()
             for projection in projections
         }
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
@@ -172,7 +177,7 @@ class Space:
             "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),
         }
-        for knob, projections in _ROWS.items():
+        for knob, projections in self.rows.items():
             own = tiling.get(f"gemv.{projections[0]}", {})
             choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
         for (knob, level), fused in self.groups.items():
@@ -190,7 +195,7 @@ class Space:
         """
         last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
         last |= self._near(GOOD_ON_H200)
-        one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
+        one_tile = {name: self._nearest(name, projections) for name, projections in self.rows.items()}
         blocks = self._dimension("kv_block").values
         base = {**last, **one_tile}
         whole, split = ({**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3))

@@ -39,7 +39,10 @@ SPECS: Final = {
     "mistral": DecoderSpec("small", "mistral", 48, 80, 1, 2, 1, 16, 70, 1e4, 1e-5, 64),
     "qwen2": DecoderSpec("small", "qwen2", 48, 80, 2, 4, 4, 16, 70, 1e4, 1e-6, 64, tied_head=True, qkv_bias=True),
     "qwen3": DecoderSpec("small", "qwen3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, qk_norm=True),
-    "smollm3": DecoderSpec("small", "smollm3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, nope_every=2),
+    "smollm3": DecoderSpec(
+        "small", "smollm3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, nope_every=2, qkv_bias=True, o_bias=True,
+        mlp_bias=True,
+    ),
 }
 FUSED: Final = [
     ["attn_norm", "q_proj", "k_proj", "v_proj"],

@@ -24,7 +24,7 @@ FAMILIES = {
     "tied": replace(SMALL, tied_head=True),
     "qwen2": replace(SMALL, qkv_bias=True),
     "qwen3": replace(SMALL, qk_norm=True),
-    "smollm3": replace(SMALL, family="smollm3", nope_every=2),
+    "smollm3": replace(SMALL, family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True),
     "a query head a KV head": replace(SMALL, n_kv_heads=4),
 }
 NEAR = {DType.F32: 2e-5, DType.BF16: 0.06}

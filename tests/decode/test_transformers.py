@@ -52,10 +52,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
     "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
+    "llama-biased": ("Llama", dict(SIZES, attention_bias=True, mlp_bias=True, intermediate_size=128)),
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
@@ -85,6 +87,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
+                deviation = 0.03 if name.endswith(SMALL) else deviation
                 mean = 1.0 if "norm" in name else 0.0
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
         precision = TORCH_DTYPES[DTYPES[dtype]]

@@ -51,6 +51,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
@@ -58,6 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-scaled-tied": (
         "Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, head_dim=32),
     ),
+    "llama-biased": ("Llama", dict(SIZES, attention_bias=True, mlp_bias=True)),
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
     "mistral-windowed": ("Mistral", dict(SIZES, sliding_window=CONTEXT)),
     "qwen2": ("Qwen2", dict(SIZES)),
@@ -87,6 +89,7 @@ def build(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
+            deviation = 0.03 if name.endswith(SMALL) else deviation
             mean = 1.0 if "norm" in name else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
     model.to(dtype).save_pretrained(folder, max_shard_size=shards)

@@ -39,7 +39,9 @@ SPECS = (
     dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4),
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
-    dataclasses.replace(LLAMA, name="smollm3", family="smollm3", nope_every=2),
+    dataclasses.replace(
+        LLAMA, name="smollm3", family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True
+    ),
     dataclasses.replace(LLAMA, name="odd", hidden=72, intermediate=104, n_heads=3, n_kv_heads=1, head_dim=24),
 )
 
@@ -292,8 +294,9 @@ def test_a_step_launches_one_product_for_qkv_and_one_for_gate_and_up_and_copies_
         decoder.forward(40)
     turned = sum(map(spec.has_rope, range(spec.n_layers))) * (1 + spec.qk_norm)
     wanted = {"mm": 4, "silu": 1, "add.Tensor": 2, "copy_": 2, "cat": 0, "clone": 0, "stack": 0}
-    if spec.qkv_bias:
-        wanted |= {"mm": 3, "addmm": 1}
+    biased = spec.qkv_bias + spec.o_bias + 2 * spec.mlp_bias
+    if biased:
+        wanted |= {"mm": 4 - biased, "addmm": biased}
     wanted = {name: count * spec.n_layers for name, count in wanted.items()}
     wanted |= {"mm": wanted["mm"] + 1, "embedding": 1, "argmax": 1, "flip": turned, "addcmul": turned}
     assert {name: counting.counts[name] for name in wanted} == wanted

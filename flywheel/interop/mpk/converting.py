@@ -51,8 +51,10 @@ def convert(
     """
     if n_ranks([graph]) > 1:
         raise UnsupportedModelError(f"rank {graph.rank}: one of {n_ranks([graph])}; only a graph of one GPU converts")
-    if spec.qkv_bias:
-        raise UnsupportedModelError(f"{spec.name}: q, k and v have biases, which MPK's tasks do not add")
+    if spec.qkv_bias or spec.o_bias or spec.mlp_bias:
+        raise UnsupportedModelError(f"{spec.name}: projections have biases, which MPK's tasks do not add")
+    if spec.norm != "rms" or spec.norms != "before" or not spec.gated:
+        raise UnsupportedModelError(f"{spec.name}: not RMSNorms before attention and SwiGLU, which MPK's tasks compute")
     if spec.nope_every is not None:
         raise UnsupportedModelError(f"{spec.name}: some layers have no RoPE, which MPK's attention always does")
     batch = requests_of(graph)

@@ -76,11 +76,11 @@ def emit_combine(scope: Scope, group: Group, limit: int) -> tuple[list[TileSet],
 
 
 def merge_limit(scope: Scope, group: Group) -> int:
-    """How many partials the product of a group can merge. Its weight's tensors and the residual are operands, too."""
-    name = next(op.inputs[1] for op in group.ops if op.kind is _K.GEMV_TILE)
+    """How many partials the product of a group can merge. Its weight's tensors, bias and residual are operands, too."""
+    name, *bias = next(op.inputs[1:] for op in group.ops if op.kind is _K.GEMV_TILE)
     weight = scope.tensor(name)
     tensors = 1 if weight.format is None else len(quantised_names(name, weight.format))
-    return ABI_MAX_INPUTS - tensors - 1
+    return ABI_MAX_INPUTS - tensors - len(bias) - 1
 
 
 def _heads(scope: Scope) -> range:
