@@ -22,6 +22,7 @@ from flywheel.plan.kernels import arch_name
 from flywheel.plan.nodes import Grouping, group_tasks
 from flywheel.plan.ranks import RankPart, parts_of
 from flywheel.plan.routines import Routines, routines_of
+from flywheel.plan.sharing import staged_tasks
 from flywheel.plan.variant import KernelVariant, variant_of
 
 BRIEF: Final = 2
@@ -77,6 +78,12 @@ class Plan:
         order, sms = self.order, self.sms
         places = np.flatnonzero(self.sums[order[1:]] & (sms[:-1] == sms[1:]))
         return places[self.adds(order[places], order[places + 1])]
+
+    @property
+    def staged(self) -> npt.NDArray[np.bool_]:
+        """Which entries of `order` find their operand staged by the task before them."""
+        made = self.routines
+        return staged_tasks(made.shared, made.nodes, self.grouping.node_of[self.order], self.sms)
 
     @property
     def sms(self) -> npt.NDArray[np.int64]:

@@ -36,9 +36,9 @@ from flywheel.plan.variant import KernelVariant
 class Routines:
     """A program's nodes and, by form, the routine of its tasks and the places of its values.
 
-    `dtype` is the program's float type. `coded` has the format of each quantised matrix by the row of its buffer. A
-    sequence has `lanes` tokens in a launch, and `position_rows` has the index of the launch's position for tasks with
-    each params record. A pass has at most `pass_blocks` blocks of 16 rows.
+    `dtype` is the program's float type. `weights` are the rows of the buffers that products multiply by; `coded` has
+    the format of each quantised one. A sequence has `lanes` tokens in a launch, and `position_rows` has the index of
+    the launch's position for tasks with each params record. A pass has at most `pass_blocks` blocks of 16 rows.
     """
 
     dtype: DType
@@ -46,6 +46,7 @@ class Routines:
     by_form: Sequence[Routine]
     placements: Sequence[Placement]
     pass_blocks: int
+    weights: frozenset[int]
     coded: Mapping[int, MatrixCoding]
     lanes: int
     position_rows: npt.NDArray[np.int32]
@@ -67,14 +68,16 @@ def routines_of(
     routines, placements = _by_form(nodes, forms, dtype, variant, x_slices)
     pass_blocks = _pass_blocks(routines, variant)
     coded = _coded_rows(nodes, routines, buffers)
-    _check_loose(nodes, routines, buffers, coded)
+    places = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
+    weights = frozenset([node.inputs[number] for node in nodes for number in places[node.form]])
+    _check_loose(nodes, routines, buffers, weights, coded)
     if part is not None:
         check_arrivals(nodes, routines, buffers, part.arrived)
     lanes, position_rows = _position_rows(grouping.params)
     _check_tiles(program, grouping, nodes, routines)
     arrived = part.arrived if part is not None else frozenset[int]()
     return Routines(
-        dtype, nodes, routines, placements, pass_blocks, coded, lanes, position_rows,
+        dtype, nodes, routines, placements, pass_blocks, weights, coded, lanes, position_rows,
         shared_operands(grouping, nodes, routines, once), find_best(buffers, grouping, nodes, routines, arrived),
     )  # fmt: skip
 
@@ -178,12 +181,11 @@ def _coded_rows(
 
 
 def _check_loose(
-    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, MatrixCoding]
-) -> None:
+    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], weights: Set[int],
+    coded: Mapping[int, MatrixCoding],
+) -> None:  # fmt: skip
     """Raises InvalidProgramError, which names the task, if a task reads a product's weights in row-major order."""
-    weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
-    rows = {node.inputs[number] for node in nodes for number in weights[node.form]}
-    rows.update(row for each in coded.values() for row in (each.scales, each.zeros) if row != ABSENT)
+    rows = {*weights, *[row for each in coded.values() for row in (each.scales, each.zeros) if row != ABSENT]}
     loose = [routine.loose for routine in routines]
     for node in nodes:
         for number in loose[node.form]:

@@ -49,6 +49,19 @@ def shared_operands(
     )
 
 
+def staged_tasks(shared: SharedOperands, nodes: Sequence[Node], node_of: Ints, sms: Ints) -> npt.NDArray[np.bool_]:
+    """Which tasks, listed SM by SM with their nodes, find their operand staged."""
+    keys: dict[object, int] = {None: -1}
+    found, left = (
+        np.array([
+            keys.setdefault(value and value.over(node.inputs), len(keys))
+            for node, value in zip(nodes, values, strict=True)
+        ], np.int64)[node_of]
+        for values in (shared.found, shared.left)
+    )  # fmt: skip
+    return find_staged(found, left, sms)
+
+
 def find_staged(found: Ints, left: Ints, sms: Ints) -> npt.NDArray[np.bool_]:
     """Which tasks, listed SM by SM, find their operand staged. `found` and `left` number each task's operands alike; -1
     for none."""

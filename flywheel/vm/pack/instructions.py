@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, Final
 
@@ -13,10 +13,9 @@ from flywheel.ir import PARAM_FIELDS, Wait
 from flywheel.plan.formats import ScalePlacement
 from flywheel.plan.nodes import Node
 from flywheel.plan.ranks import RankPart
-from flywheel.plan.routine import Routine
 from flywheel.plan.step import ABSENT, MatrixCoding
+from flywheel.plan.stream import expand
 from flywheel.vm.abi import PEERS_SHIFT, InstructionFlag, Layout, numpy_struct
-from flywheel.vm.pack.stream import expand
 from flywheel.vm.pack.template import Template
 
 INSTRUCTION: Final = numpy_struct("amk_instruction_t")
@@ -76,15 +75,10 @@ def other_ranks(part: RankPart) -> np.uint32:
     return np.uint32(((1 << part.ranks) - 1 - (1 << part.rank)) << PEERS_SHIFT)
 
 
-def weight_layouts(
-    nodes: Sequence[Node], routines: Sequence[Routine], coded: Mapping[int, MatrixCoding]
-) -> dict[int, Layout]:
-    """Row of a buffer with a product's weights -> its layout."""
-    weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
-    rows = {
-        row: Layout.UNITS if row in coded else Layout.FRAGMENTS
-        for row in (node.inputs[number] for node in nodes for number in weights[node.form])
-    }
+def weight_layouts(weights: Set[int], coded: Mapping[int, MatrixCoding]) -> dict[int, Layout]:
+    """Row of a buffer with a product's weights -> its layout. `weights` are the rows of matrices, `coded` of those that
+    are quantised."""
+    rows = {row: Layout.UNITS if row in coded else Layout.FRAGMENTS for row in weights}
     for each in coded.values():
         rows[each.scales] = Layout.ROW_SCALES if each.coding.placement is ScalePlacement.ROWS else Layout.IN_UNITS
         if each.zeros != ABSENT:

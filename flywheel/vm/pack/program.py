@@ -16,8 +16,8 @@ from flywheel.plan import KernelVariant
 from flywheel.plan.best import KeptBest
 from flywheel.plan.program import Plan, make_plan, rows_of
 from flywheel.plan.ranks import RankPart
-from flywheel.plan.sharing import find_staged
 from flywheel.plan.step import ABSENT, MatrixCoding
+from flywheel.plan.stream import matrix_blocks, row_chunks, stream_of
 from flywheel.vm.abi import InstructionFlag, Layout
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.instructions import (
@@ -29,8 +29,8 @@ from flywheel.vm.pack.instructions import (
     weight_layouts,
 )
 from flywheel.vm.pack.memory import ALIGNMENT, ArenaLayout, buffer_table, place_buffers
-from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, spread_chunks
-from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
+from flywheel.vm.pack.stream import segments_of
+from flywheel.vm.pack.template import STEP, Template, make_template
 
 Table = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int32]
@@ -124,35 +124,29 @@ def pack(program: MegakernelProgram) -> PackedProgram:
 def pack_plan(plan: Plan) -> PackedProgram:
     """The tables of a planned program. Raises InvalidProgramError as `pack`."""
     program, variant, hand_offs, made = plan.program, plan.variant, plan.hand_offs, plan.routines
-    dtype, nodes, routines, coded = made.dtype, made.nodes, made.by_form, made.coded
+    dtype, coded = made.dtype, made.coded
     frequencies = Frequencies()
+    chunks = row_chunks(plan)
     templates = [
-        make_template(routine, placed, dtype, variant, frequencies)
-        for routine, placed in zip(routines, made.placements, strict=True)
+        make_template(routine, placed, own, frequencies)
+        for routine, placed, own in zip(made.by_form, made.placements, chunks, strict=True)
     ]
     steps, first_steps = _step_table(templates)
     away = rows_of(program.buffers, plan.part.away) if plan.part is not None else frozenset[int]()
-    buffers = buffer_table(program.buffers, weight_layouts(nodes, routines, coded), hand_offs.awaited, away)
+    buffers = buffer_table(program.buffers, weight_layouts(made.weights, coded), hand_offs.awaited, away)
 
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
-    instructions = _instructions(plan, node_rows(nodes, first_steps, templates, rows, hand_offs.waits))
-    queues, node_of = plan.first.astype(np.int32), plan.grouping.node_of[plan.order]
+    instructions = _instructions(plan, node_rows(made.nodes, first_steps, templates, rows, hand_offs.waits))
+    queues, staged, running = plan.first.astype(np.int32), plan.staged, np.arange(len(plan.order))
+    instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
     sums: dict[int, int] = {}
     if plan.part is not None:
-        kept, sums = _take_sums(instructions, plan.adding, plan.part)
-        instructions, node_of = picked(instructions, kept), node_of[kept]
-        queues = np.searchsorted(kept, queues).astype(np.int32)
-
-    entries = matrix_entries(
-        instructions,
-        [routine.matrices for routine in routines],
-        np.array([node.form for node in nodes], np.int64)[node_of],
-    )
-    kinds = blocks_of(coded, fragment_bytes(dtype), len(program.buffers))
-    steps = spread_chunks(instructions, steps, entries, kinds, variant)
-    segments, segment_buffers, streams = segments_of(
-        instructions, queues, steps, buffers, entries, kinds, variant, made.pass_blocks
-    )
+        running, sums = _take_sums(instructions, plan.adding, plan.part)
+        instructions = picked(instructions, running)
+        queues = np.searchsorted(running, queues).astype(np.int32)
+    blocks = matrix_blocks(coded, dtype, len(program.buffers))
+    stream = stream_of(plan, running, staged[running], chunks, blocks)
+    segments, segment_buffers, streams = segments_of(stream, blocks, coded, buffers, instructions, queues)
     spilled = max((template.spilled_bytes for template in templates), default=0)
     return PackedProgram(
         program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams,
@@ -184,16 +178,6 @@ def _instructions(plan: Plan, by_node: Table) -> Table:
     if plan.part is not None:
         instructions["flags"] |= peer_flags(plan.part)[plan.order]
     instructions["task"], instructions["sm"] = plan.order, plan.sms
-    keys: dict[object, int] = {None: -1}
-    found, left = (
-        np.array([
-            keys.setdefault(value and value.over(node.inputs), len(keys))
-            for node, value in zip(made.nodes, values, strict=True)
-        ], np.int64)[node_of]
-        for values in (made.shared.found, made.shared.left)
-    )  # fmt: skip
-    staged = find_staged(found, left, plan.sms)
-    instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
     return instructions
 
 

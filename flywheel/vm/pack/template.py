@@ -10,15 +10,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
-from flywheel.plan import KernelVariant
-from flywheel.plan.chunks import chunking
-from flywheel.plan.formats import UNIT_K, ScalePlacement
+from flywheel.ir import PARAM_FIELDS, BufferKind, InstructionKind, KvRows
+from flywheel.plan.formats import ScalePlacement
 from flywheel.plan.kernels import KERNELS
 from flywheel.plan.operands import Held, Staging
 from flywheel.plan.placing import Placement
 from flywheel.plan.routine import Routine
-from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS, operand_stride
+from flywheel.plan.staging import FRAGMENT_K, operand_stride
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, adds_columns, look, names_columns, x_rows
 from flywheel.vm.abi import InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.frequencies import Frequencies
@@ -54,23 +52,19 @@ class Template:
     flags: InstructionFlag
 
 
-def fragment_bytes(dtype: DType) -> int:
-    """Size of one weight fragment."""
-    return dtype.nbytes(FRAGMENT_ROWS * FRAGMENT_K)
-
-
 def make_template(
-    routine: Routine, placed: Placement, dtype: DType, variant: KernelVariant, frequencies: Frequencies
+    routine: Routine, placed: Placement, row_chunks: Sequence[int], frequencies: Frequencies
 ) -> Template:
-    """The template of a routine in a program of `dtype` floats."""
+    """The template of a routine, whose matrix steps have these chunks of a row block."""
     steps, form = routine.steps, routine.form
     table = np.zeros(len(steps), STEP)
     table["scratch"] = placed.offsets
+    chunks = dict(zip(routine.matrices, row_chunks, strict=True))
     for index, step in enumerate(steps):
         _fill(table[index], step, form)
         kind = table[index]["as"][KERNELS[step.op].step]
         if step.matrix:
-            _fill_product(kind, step, x_rows(step, steps, form), dtype, variant)
+            _fill_product(kind, step, x_rows(step, steps, form), chunks[index])
         elif step.op is _K.SOFTMAX:
             kind["outer"], kind["n"], kind["inner"] = _around(step, steps[:index], form)
         elif step.op is _K.KV_APPEND:
@@ -162,15 +156,11 @@ def _fill(row: np.void, step: PlannedStep, form: Form) -> None:
         row["params"][name] = step.params[name]
 
 
-def _fill_product(product: np.void, step: PlannedStep, rows: int, dtype: DType, variant: KernelVariant) -> None:
-    kblocks = -(-step.depth // FRAGMENT_K)
-    coding = None if step.coded is None else step.coded.coding
-    k, block_bytes = (FRAGMENT_K, fragment_bytes(dtype)) if coding is None else (UNIT_K, coding.unit_bytes)
-    _, row_chunks = chunking(-(-step.depth // k), block_bytes, variant.chunk_bytes)
+def _fill_product(product: np.void, step: PlannedStep, rows: int, row_chunks: int) -> None:
     if step.coded is not None and step.coded.coding.placement is ScalePlacement.ROWS:
         product["scales"] = step.coded.scales + 1
-    product["rows"], product["kblocks"], product["beside"] = rows, kblocks, step.beside
-    product["row_chunks"] = row_chunks if step.slices is None else variant.matrix_warps
+    product["rows"], product["kblocks"], product["beside"] = rows, -(-step.depth // FRAGMENT_K), step.beside
+    product["row_chunks"] = row_chunks
     product["epilogue"], product["epilogue_arg"] = step.epilogue, step.other
 
 

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from flywheel.plan.chunks import chunking
 from flywheel.plan.formats import FORMATS, UNIT_K, slot_bytes
 from flywheel.plan.staging import FRAGMENT_K
+from flywheel.plan.stream import chunking
 
 CODINGS = tuple(FORMATS.values())
 PLAIN_BYTES = 512
