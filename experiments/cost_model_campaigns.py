@@ -15,11 +15,13 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.cost_model.calibrate import score
+from flywheel.errors import ConfigError
 from flywheel.ir import config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.search.knowledge.calibrating import Config, split
@@ -74,8 +76,10 @@ def report(model: str, weights: str, context: int, rows: Sequence[dict[str, str]
     work = make_workload(model, "h200", "bf16", context, 1, weights or None)
     predicted = {}
     for row in rows:
-        program = lower(work.graph, config_from_dict(json.loads(row["config"])), work.target)
-        predicted[row["config_id"]] = predict(program).latency_us
+        with suppress(ConfigError):  # says what no schedule can say any more
+            program = lower(work.graph, config_from_dict(json.loads(row["config"])), work.target)
+            predicted[row["config_id"]] = predict(program).latency_us
+    rows = [row for row in rows if row["config_id"] in predicted]
     measured = {row["config_id"]: float(row["latency_us"]) for row in rows}
     configs = [Config(row["config"], row["config_id"], None, measured[row["config_id"]]) for row in rows]
     fitted, kept = ({config.config_id for config in part} for part in split(configs, HELD_BACK))

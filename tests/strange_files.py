@@ -48,7 +48,7 @@ _KNOBS: Final[Mapping[str, tuple[Any, ...]]] = {
     "rows.qkv": ("16", 16, "16", "32", "0"),
     "fuse.out": ("1", "0", True, "2"),
     "pages": ("none", "graph_color", "x"),
-    "hand_off": ("data", "counter", "halves", "?"),
+    "hand_off": ("data", "counter", "?"),
     "": ("1",),
     "nothing": ("1",),
 }

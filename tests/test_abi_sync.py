@@ -58,7 +58,6 @@ CAPS = {
     "FW_MIN_STAGED_BYTES": staging.MIN_STAGED_BYTES,
     "FW_WORK_BYTES": staging.WORK_BYTES,
     "FW_MAX_RING_SLOTS": variant.MAX_RING_SLOTS,
-    "FW_MAX_X_SLICES": variant.MAX_X_SLICES,
     "FW_MAX_X_SCALES": staging.MAX_X_SCALES,
     "FW_X_BLOCK": staging.X_BLOCK,
     "FW_WARP": variant.WARP,

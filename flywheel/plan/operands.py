@@ -86,8 +86,7 @@ def _staging(
     x, made = first.args[0], first.args[0] - RESULT_REF
     value = look(x, steps, form)
     rows = x_rows(first, steps, form)
-    stride = operand_stride(rows, first.depth if first.streams else first.params["K"])
-    nbytes = value.dtype.nbytes(rows * stride * (first.beside if first.streams else 1))
+    nbytes = value.dtype.nbytes(rows * operand_stride(rows, first.depth))
     norms = made >= 0 and _norms_alone(steps, made, members)
     held = _held(first, steps, form)
     in_place = (

@@ -42,9 +42,6 @@ class Plan:
     variant: KernelVariant
     grouping: Grouping
     hand_offs: HandOffs
-    x_slices: int
-    """Slices in which a fitting input may be multiplied. It is 1 if hand-offs use counters, since a counter does not
-    announce parts of an input."""
     order: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
     found: Routines | InvalidProgramError
@@ -133,14 +130,13 @@ def _planned(
     if part is not None:
         arrived, away = (rows_of(program.buffers, numbers) for numbers in (part.arrived, part.away))
         by, variant = replace(by, awaited=by.awaited - away | arrived), replace(variant, ranked=True)
-    x_slices = variant.x_slices if by.awaited else 1
     order, first = queues_of(program)
     found: Routines | InvalidProgramError
     try:
-        found = routines_of(program, grouping, variant, x_slices, once, part)
+        found = routines_of(program, grouping, variant, once, part)
     except InvalidProgramError as error:
         found = error
-    return Plan(program, variant, grouping, by, x_slices, order, first, found, part)
+    return Plan(program, variant, grouping, by, order, first, found, part)
 
 
 def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:

@@ -1,26 +1,22 @@
 """The routine of all tasks of one form: their steps, the steps that another step's kernel computes, and the slices of K
 of their products.
 
-The input of a product may be larger than the staging area, or the program asks for slices because the tiles of an input
-arrive one after the other. A slice of a large input replaces the slice before it once that one is multiplied. Slices of
-an input that fits lie side by side, and each is multiplied as soon as it arrives. An operand that the task's own steps
-make is never split: it must fit.
+The input of a product may be larger than the staging area. Then a slice of it replaces the slice before it once that
+one is multiplied. An operand that the task's own steps make is never split: it must fit.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, OPERATIONS, DType
 from flywheel.ir.extents import Matrix
-from flywheel.plan.formats import UNIT_K
 from flywheel.plan.new_row import NewRow
 from flywheel.plan.operands import Staging, stagings_of
 from flywheel.plan.rules import KERNELS, KernelDraft, rewrite
-from flywheel.plan.staging import MIN_STAGED_BYTES, SLICE_K, Slices, slices_of
+from flywheel.plan.staging import MIN_STAGED_BYTES, slice_depth
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, inherited, look
 from flywheel.plan.turning import Turn
 
@@ -66,13 +62,12 @@ class Routine:
         return next(staging for staging in self.stagings if step in staging.steps)
 
 
-def make_routine(whole: Sequence[PlannedStep], form: Form, dtype: DType, x_slices: int, staged_bytes: int) -> Routine:
+def make_routine(whole: Sequence[PlannedStep], form: Form, dtype: DType, staged_bytes: int) -> Routine:
     """The routine of a form with the steps `whole` (from `steps_of`), in a program of `dtype` floats.
 
-    Inputs may be multiplied in `x_slices` slices, and the staging area has `staged_bytes`. Raises InvalidProgramError
-    as `in_slices`.
+    The staging area has `staged_bytes`. Raises InvalidProgramError as `in_slices`.
     """
-    steps = tuple(in_slices(whole, form, x_slices, staged_bytes))
+    steps = tuple(in_slices(whole, form, staged_bytes))
     stagings = stagings_of(steps, form)
     in_place = {staging.ref - RESULT_REF for staging in stagings if staging.in_place}
     draft = rewrite(KernelDraft(form, dict(enumerate(steps)), dtype, in_place), KERNELS)
@@ -147,35 +142,27 @@ def _takes(step: PlannedStep) -> frozenset[str]:
     return INHERITED_PARAMS & {*row.params, *row.options}
 
 
-def in_slices(steps: Sequence[PlannedStep], form: Form, x_slices: int = 1, staged_bytes: int = 0) -> list[PlannedStep]:
-    """The steps, with each product's slices of K. `x_slices` and `staged_bytes` are the variant's. Raises
-    InvalidProgramError.
+def in_slices(steps: Sequence[PlannedStep], form: Form, staged_bytes: int = 0) -> list[PlannedStep]:
+    """The steps, with each product's slices of K. `staged_bytes` are the variant's. Raises InvalidProgramError.
 
     Slices of several rows that quantised matrices multiply may fill the staging area, if that is larger than the least
     one and the steps keep nothing else there.
     """
-    attends = any(step.attends for step in steps)
-    alone = not attends and all(step.out != ABSENT for step in steps)
+    alone = all(step.out != ABSENT and not step.attends for step in steps)
     area = staged_bytes if alone and staged_bytes > MIN_STAGED_BYTES else 0
-    uses = Counter(step.args[0] for step in steps if step.matrix)
     return [
-        replace(step, slices=_slices(step, form, 1 if attends or uses[step.args[0]] > 1 else x_slices, area))
-        if step.matrix and step.args[0] < RESULT_REF
-        else step
+        replace(step, sliced=_slice_depth(step, form, area)) if step.matrix and step.args[0] < RESULT_REF else step
         for step in steps
     ]
 
 
-def _slices(step: PlannedStep, form: Form, x_slices: int, area: int) -> Slices | None:
-    """The slices of a matrix step of an input; None for all of K at once."""
+def _slice_depth(step: PlannedStep, form: Form, area: int) -> int | None:
+    """The columns of K of each slice of a matrix step of an input; None for all of K at once."""
     x, depth = step.args[0], int(step.params["K"])
-    value, written = form.inputs[x], form.written[x] is not None
-    rows = value.numel // depth
-    each, beside = slices_of(value.dtype, rows, depth, step.coded is not None, 0 if step.coded is None else area)
-    if each < depth:
-        if written:
-            raise InvalidProgramError(f"writes its operand of {value.nbytes} bytes, which it multiplies in slices")
-        return Slices(each, beside)
-    grain = SLICE_K if step.coded is None else UNIT_K
-    each = grain * -(-depth // (grain * x_slices))
-    return None if rows > 1 or written or each >= depth else Slices(each, -(-depth // each))
+    value, coded = form.inputs[x], step.coded is not None
+    each = slice_depth(value.dtype, value.numel // depth, depth, coded, area if coded else 0)
+    if each >= depth:
+        return None
+    if form.written[x] is not None:
+        raise InvalidProgramError(f"writes its operand of {value.nbytes} bytes, which it multiplies in slices")
+    return each

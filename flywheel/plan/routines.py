@@ -55,17 +55,15 @@ class Routines:
 
 
 def routines_of(
-    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, x_slices: int, once: Set[int],
-    part: RankPart | None,
-) -> Routines:  # fmt: skip
-    """The routines of a program. An input may be multiplied in `x_slices` slices, and `once` are rows of buffers of
-    which each column is written once. Raises InvalidProgramError, which names the task, if the kernels cannot run
-    it."""
+    program: MegakernelProgram, grouping: Grouping, variant: KernelVariant, once: Set[int], part: RankPart | None
+) -> Routines:
+    """The routines of a program. `once` are rows of buffers of which each column is written once. Raises
+    InvalidProgramError, which names the task, if the kernels cannot run it."""
     buffers = program.buffers
     check_buffers(buffers)
     dtype = float_type(buffers, scale_buffers(grouping.firsts))
     nodes, forms = make_nodes(program, grouping)
-    routines, placements = _by_form(nodes, forms, dtype, variant, x_slices)
+    routines, placements = _by_form(nodes, forms, dtype, variant)
     pass_blocks = _pass_blocks(routines, variant)
     coded = _coded_rows(nodes, routines, buffers)
     places = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
@@ -83,7 +81,7 @@ def routines_of(
 
 
 def _by_form(
-    nodes: Sequence[Node], forms: Sequence[Form], dtype: DType, variant: KernelVariant, x_slices: int
+    nodes: Sequence[Node], forms: Sequence[Form], dtype: DType, variant: KernelVariant
 ) -> tuple[list[Routine], list[Placement]]:
     """Raises InvalidProgramError, which names the first task without a kernel."""
     firsts = {node.form: node.task for node in reversed(nodes)}
@@ -91,9 +89,7 @@ def _by_form(
     for number, form in enumerate(forms):
         try:
             routine, placed = planned_form(
-                _RoutineKey(
-                    form, _key(form), dtype, variant.vector_warps, variant.ranked, variant.staged_bytes, x_slices
-                )
+                _RoutineKey(form, _key(form), dtype, variant.vector_warps, variant.ranked, variant.staged_bytes)
             )
         except InvalidProgramError as error:
             task = firsts[number]
@@ -113,7 +109,6 @@ class _RoutineKey:
     vector_warps: int
     ranked: bool
     staged_bytes: int
-    x_slices: int
 
 
 def _key(form: Form) -> Hashable:
@@ -129,7 +124,7 @@ def planned_form(asked: _RoutineKey) -> tuple[Routine, Placement]:
     steps = steps_of(form)
     check_steps(steps, form, dtype, asked.vector_warps, asked.ranked)
     check_count(steps)
-    routine = make_routine(steps, form, dtype, asked.x_slices, asked.staged_bytes)
+    routine = make_routine(steps, form, dtype, asked.staged_bytes)
     return routine, place_values(routine, asked.staged_bytes)
 
 

@@ -54,16 +54,9 @@ def operand_stride(rows: int, depth: int) -> int:
     return FRAGMENT_K * (-(-depth // FRAGMENT_K) + (rows > 1))
 
 
-class Slices(NamedTuple):
-    """How an operand [rows, K] is staged: `depth` columns at a time, `beside` such slices side by side."""
-
-    depth: int
-    beside: int
-
-
-def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False, area: int = 0) -> Slices:
-    """The slices in which an input [rows, depth] is staged: one slice if it fits, else the fewest that fit, of even
-    size, one at a time.
+def slice_depth(dtype: DType, rows: int, depth: int, coded: bool = False, area: int = 0) -> int:
+    """Columns of the slices in which an input [rows, depth] is staged, one at a time: all if it fits, else those of the
+    fewest slices that fit, of even size.
 
     A slice is a multiple of SLICE_K or, if the matrix is `coded` (quantised), of UNIT_K. The staging area has at least
     `area` bytes.
@@ -71,11 +64,11 @@ def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False, area: in
     grain = UNIT_K if coded else SLICE_K
     most = MAX_STAGED_BYTES if rows == 1 else max(MAX_INPUT_ROWS_BYTES, area)
     if _bytes_of(dtype, rows, depth) <= most:
-        return Slices(depth, 1)
+        return depth
     grains = -(-depth // grain)
     fitting = (most // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) * FRAGMENT_K // grain
     slices = -(-grains // max(1, fitting))
-    return Slices(grain * -(-grains // slices), 1)
+    return grain * -(-grains // slices)
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False, coded: bool = False) -> int:
@@ -84,7 +77,7 @@ def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False, coded
 
     If that does not fit, it is the area's largest size, and the VM refuses the program.
     """
-    each = depth if made else slices_of(dtype, rows, depth, coded).depth
+    each = depth if made else slice_depth(dtype, rows, depth, coded)
     return min(_bytes_of(dtype, rows, each), _most_staged(rows))
 
 

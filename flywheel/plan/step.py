@@ -16,7 +16,6 @@ from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
 from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Recipe
 from flywheel.plan.formats import Coding
-from flywheel.plan.staging import Slices
 
 _K = InstructionKind
 
@@ -111,8 +110,8 @@ class MatrixCoding:
 class PlannedStep:
     """One primitive operation. `params` are its own. `out` is an output of the task, or ABSENT for scratch.
 
-    `result` is its result, in the dtype that it rounds to first. `slices` is how a product divides K; None for all at
-    once. `coded` is the matrix format of a product that includes a DEQUANT.
+    `result` is its result, in the dtype that it rounds to first. `sliced` is the columns of K of a product's slices;
+    None for all of K at once. `coded` is the matrix format of a product that includes a DEQUANT.
     """
 
     op: InstructionKind
@@ -122,18 +121,13 @@ class PlannedStep:
     result: StepOperand
     epilogue: Epilogue = Epilogue.NONE
     other: int = ABSENT
-    slices: Slices | None = None
+    sliced: int | None = None
     coded: MatrixCoding | None = None
 
     @property
     def depth(self) -> int:
         """Columns of x that a matrix step multiplies at once."""
-        return self.slices.depth if self.slices is not None else int(self.params["K"])
-
-    @property
-    def beside(self) -> int:
-        """Slices of x that lie in the staging area at once."""
-        return self.slices.beside if self.slices is not None else 1
+        return self.sliced if self.sliced is not None else int(self.params["K"])
 
     @property
     def n_slices(self) -> int:
@@ -142,8 +136,8 @@ class PlannedStep:
 
     @property
     def streams(self) -> bool:
-        """Whether its slices of x replace each other."""
-        return self.depth * self.beside < int(self.params["K"])
+        """Whether x comes in slices, which replace each other."""
+        return self.sliced is not None
 
     @property
     def matrix(self) -> bool:

@@ -47,8 +47,6 @@ class Stream:
     """Chunks of a row block."""
     rows: Ints
     """Rows of the operand."""
-    x_start: Ints
-    """Fragments of the staged operand before the segment's."""
     fragments: Ints
     """Fragments of K that it has of a row block."""
     fresh: Bools
@@ -99,14 +97,13 @@ class _Products(NamedTuple):
     depth: Ints
     each: Ints
     rows: Ints
-    beside: Ints
     reuses: Ints
 
 
 def _products(routines: Sequence[Routine]) -> _Products:
     facts = [_product(routine, place) for routine in routines for place in routine.matrices]
     counts = np.array([len(routine.matrices) for routine in routines], np.int64)
-    return _Products(np.cumsum(counts) - counts, *np.array(facts, np.int64).reshape(-1, 7).T)
+    return _Products(np.cumsum(counts) - counts, *np.array(facts, np.int64).reshape(-1, 6).T)
 
 
 def _product(routine: Routine, place: int) -> tuple[int, ...]:
@@ -114,7 +111,7 @@ def _product(routine: Routine, place: int) -> tuple[int, ...]:
     own = [int(step.params.get(name, -1)) for name in ("n_off", "N_tile")]
     depth, each = (-(-int(columns) // FRAGMENT_K) for columns in (step.params["K"], step.depth))
     rows = x_rows(step, routine.steps, routine.form)
-    return *own, depth, each, rows, step.beside, routine.staging(place).steps[0] != place
+    return *own, depth, each, rows, routine.staging(place).steps[0] != place
 
 
 def _tile(plan: Plan, products: _Products, task: Ints, product: Ints) -> tuple[Ints, Ints]:
@@ -148,7 +145,7 @@ def row_chunks(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _row_chunks(step: PlannedStep, blocks: int, dtype: DType, variant: KernelVariant) -> int:
-    if step.slices is not None:
+    if step.sliced is not None:
         return variant.matrix_warps
     if step.coded is None:
         return int(chunking(-(-step.depth // FRAGMENT_K), fragment_bytes(dtype), variant.chunk_bytes)[1])
@@ -177,21 +174,18 @@ def stream_of(
     ]
     first_block, tall = _tile(plan, products, place[task], product)
     wanted = np.array([each for of_form in chunks for each in of_form], np.int64)[product]
-    depth, each, rows, beside = (
-        column[product] for column in (products.depth, products.each, products.rows, products.beside)
-    )
+    depth, each, rows = (column[product] for column in (products.depth, products.each, products.rows))
     slices = -(-depth // each)
     fragments, nbytes = blocks.fragments[weight], blocks.nbytes[weight]
     merged = (tall == 1) & (depth % each == 0) & merges(-(-depth // fragments), -(-each // fragments), nbytes, variant)
     entry, number = expand(-(-tall // made.pass_blocks) * np.where(merged, 1, slices))
     fresh = (products.reuses[product] == 0) & ~staged[task]
-    task, weight, first_block, tall, wanted, depth, each, rows, beside, slices, fragments, nbytes, merged, fresh = (
+    task, weight, first_block, tall, wanted, depth, each, rows, slices, fragments, nbytes, merged, fresh = (
         column[entry]
         for column in (
-            task, weight, first_block, tall, wanted, depth, each, rows, beside, slices, fragments, nbytes, merged,
-            fresh,
+            task, weight, first_block, tall, wanted, depth, each, rows, slices, fragments, nbytes, merged, fresh
         )
-    )  # fmt: skip
+    )
     pass_, slice_ = np.divmod(number, np.where(merged, 1, slices))
     taken = np.where(merged, depth, np.minimum(each, depth - slice_ * each))
     kblocks = -(-np.minimum(each, taken) // fragments)
@@ -207,9 +201,8 @@ def stream_of(
         slice_chunks=np.where(merged, own_chunks, 0),
         row_chunks=np.where(merged, own_chunks * slices, own_chunks),
         rows=rows,
-        x_start=slice_ % beside * rows * (each + (rows > 1)),
         fragments=taken,
-        fresh=fresh & ((pass_ == 0) | (slices > beside)),
+        fresh=fresh & ((pass_ == 0) | (slices > 1)),
         continues=slice_ > 0,
         goes_on=np.asarray(~merged & (slice_ < slices - 1), np.bool_),
     )

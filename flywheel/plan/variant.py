@@ -16,9 +16,6 @@ from flywheel.plan.staging import MIN_STAGED_BYTES, StagedOperand, codings_of, o
 RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
 
-MAX_X_SLICES: Final = 4
-"""Most slices of an operand that are staged side by side. Each has a barrier of its own."""
-
 MIN_RING_SLOTS: Final = 2
 
 MAX_RING_SLOTS: Final = 64
@@ -69,8 +66,6 @@ class KernelVariant:
     prefetch_depth: int
     data_hand_offs: bool
     """Whether readers poll activations themselves where possible, instead of counters."""
-    x_slices: int = 1
-    """Slices of K in which an input is multiplied, each as soon as it arrives; 1 without `data_hand_offs`."""
     rows: int = 0
     """Rows of all multiplied operands, for which a kernel is compiled; 0 (any number) where they differ."""
     formats: tuple[int, ...] = ()
@@ -125,7 +120,7 @@ def kernel_variant(
         raise ConfigError(f"threads_per_block={threads} is not a multiple of {WARP} in {least}..{most}")
     if not 0 <= config.pipelining_depth <= 1024:
         raise ConfigError(f"pipelining_depth={config.pipelining_depth} is not in 0..1024")
-    by_data, x_slices = _hand_off(config)
+    by_data = _by_data(config)
     staged = max(staged, MIN_STAGED_BYTES)
     room = smem - staged - RESERVED_BYTES
     matrix_warps, chunk_warps = _warps(config)
@@ -154,22 +149,21 @@ def kernel_variant(
         raise ConfigError(f"tiling.stream.pause_cycles={pause}: no loader pauses since 2026-11-28; leave it out")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
-        min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices,
+        min(copies, inflight_chunks), config.pipelining_depth, by_data,
         formats=tuple([coding.number for coding in codings]),
     )  # fmt: skip
 
 
-def _hand_off(config: ScheduleConfig) -> tuple[bool, int]:
-    """(whether hand-offs poll the data, slices of an input). Raises ConfigError."""
+def _by_data(config: ScheduleConfig) -> bool:
+    """Whether hand-offs poll the data. Raises ConfigError."""
     asked = config.tiling.get("hand_off", {})
     by_data, slices = asked.get("data", 0), asked.get("slices", 1)
     if by_data not in (0, 1):
         raise ConfigError(f"tiling.hand_off.data={by_data} is not 0 or 1")
-    if not 1 <= slices <= MAX_X_SLICES:
-        raise ConfigError(f"tiling.hand_off.slices={slices} is not in 1..{MAX_X_SLICES}")
-    if slices > 1 and not by_data:
-        raise ConfigError(f"tiling.hand_off.slices={slices} needs tiling.hand_off.data=1: a counter announces no part")
-    return bool(by_data), slices
+    if slices != 1:
+        why = "no product begins with a part of its input since 2026-11-28; leave it out"
+        raise ConfigError(f"tiling.hand_off.slices={slices}: {why}")
+    return bool(by_data)
 
 
 def _warps(config: ScheduleConfig) -> tuple[int, int]:

@@ -111,16 +111,15 @@ def _fits(workload: Workload, smem: int, chunk: int) -> bool:
 
 
 def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
-    """The variant with so much shared memory and chunks of that size, and the hand-off that takes most of it. Raises
-    ConfigError where no ring fits."""
+    """The variant with so much shared memory and chunks of that size. Raises ConfigError where no ring fits."""
     graph, spec = workload.graph, workload.spec
     made = spec.hidden, spec.n_heads // workload.ranks * spec.head_dim  # of norms, and of attention
     codings = _codings(workload)
     staged = max(
         operand_bytes(graph.dtype, graph.batch, depth, depth in made, bool(codings)) for depth in _depths(workload)
     )
-    tiling = {"stream": {"chunk_bytes": chunk}, "hand_off": HALVES}
-    return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged, codings)
+    config = ScheduleConfig({"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
+    return kernel_variant(config, workload.target, staged, codings)
 
 
 def check_kernels(workload: Workload) -> None:
@@ -190,8 +189,8 @@ KNOBS: Final = (
     Knob("fuse.head", _just(0, 1), True, "1: the final norm in each head tile"),
     Knob("placement", _just("idle_first", "round_robin"), False, "which SM a task goes to (sm_assignment)"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "instructions that the loader runs ahead (pipelining_depth)"),
-    Knob("hand_off", _just("counter", "data", "halves"), False, "how a task learns that its input is ready: by "
-         "counters; by polling the data; halves: as data, and a product starts when half of its input has arrived"),
+    Knob("hand_off", _just("counter", "data"), False, "how a task learns that its input is ready: by counters, or "
+         "by polling the data"),
     Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads a block (threads_per_block)"),
     Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
     Knob("share", _just(1, 2), True, "warps that share a chunk"),
@@ -220,7 +219,10 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
 )
 """Knobs that no search sets any more, and what decides in their place. Source: results/knob_gains.txt."""
 
-HALVES: Final = {"data": 1, "slices": 2}
+REMOVED_VALUES: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
+    {("hand_off", "halves"): "a product begins when all of its input has arrived"}
+)
+"""Values that knobs have no more, and what is so now. Source: results/knob_gains.txt."""
 
 GOOD_ON_H200: Final[Choice] = MappingProxyType(
     {

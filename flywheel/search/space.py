@@ -18,10 +18,10 @@ from flywheel.plan import kernel_variant, variant_of
 from flywheel.plan.variant import COPIES
 from flywheel.search.knobs import (
     GOOD_ON_H200,
-    HALVES,
     KNOBS,
     QKV,
     REMOVED,
+    REMOVED_VALUES,
     Choice,
     Knob,
     Value,
@@ -105,7 +105,7 @@ class Space:
                             "copies": int(choice["copies"])}
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
-            tiling["hand_off"] = dict(HALVES) if choice["hand_off"] == "halves" else {"data": 1}
+            tiling["hand_off"] = {"data": 1}
         exchange = {"bits": 16} if self.workload.ranks > 1 and self.workload.graph.dtype is not DType.F32 else {}
         if like is not None:
             exchange = dict(like.tiling.get("exchange", {}))
@@ -163,11 +163,10 @@ class Space:
         groups = {frozenset(group) for group in config.fusion_grouping}
         tiling = config.tiling
         by_data = tiling.get("hand_off", {}).get("data", 0)
-        halves = by_data and tiling["hand_off"].get("slices", 1) > 1
         choice: dict[str, Value] = {
             "placement": config.sm_assignment if isinstance(config.sm_assignment, str) else "",
             "depth": config.pipelining_depth,
-            "hand_off": "halves" if halves else "data" if by_data else "counter",
+            "hand_off": "data" if by_data else "counter",
             "threads": config.threads_per_block,
             "smem": config.smem_bytes_per_block,
             "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
@@ -273,9 +272,9 @@ def _levels(workload: Workload, knob: Knob) -> tuple[Value, ...]:
 
 
 def pins_of(campaign: Campaign) -> dict[str, str]:
-    """The knobs that a campaign pins, without those that no search sets any more."""
+    """The knobs that a campaign pins, without those and those values that no search sets any more."""
     pinned = json.loads(campaign.spec).get("fix", {})
-    return {name: value for name, value in pinned.items() if name not in REMOVED}
+    return dict(pin for pin in pinned.items() if pin[0] not in REMOVED and pin not in REMOVED_VALUES)
 
 
 def lost_pin(campaign: Campaign) -> str | None:
@@ -284,6 +283,8 @@ def lost_pin(campaign: Campaign) -> str | None:
     for name, value in json.loads(campaign.spec).get("fix", {}).items():
         if name in REMOVED and value != REMOVED[name].value:
             return f"--fix {name}={value}, which no search sets any more: {REMOVED[name].now}"
+        if (name, value) in REMOVED_VALUES:
+            return f"--fix {name}={value}, which the knob has no more: {REMOVED_VALUES[name, value]}"
     return None
 
 

@@ -43,7 +43,7 @@ from flywheel.plan.staging import (
     X_BLOCK,
 )
 from flywheel.plan.step import ABSENT, MAX_STEPS, RESULT_REF, Epilogue
-from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
+from flywheel.plan.variant import MAX_RING_SLOTS, RESERVED_BYTES, WARP
 from flywheel.vm import abi
 
 CUDA: Final = Path(__file__).parent / "cuda"
@@ -94,7 +94,6 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_MIN_STAGED_BYTES": MIN_STAGED_BYTES,
         "FW_WORK_BYTES": WORK_BYTES,
         "FW_MAX_RING_SLOTS": MAX_RING_SLOTS,
-        "FW_MAX_X_SLICES": MAX_X_SLICES,
         "FW_MAX_X_SCALES": MAX_X_SCALES,
         "FW_X_BLOCK": X_BLOCK,
         "FW_WARP": WARP,

@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from flywheel.measure.latency import rounded
-from flywheel.search.knobs import REMOVED
+from flywheel.search.knobs import REMOVED, REMOVED_VALUES
 from flywheel.store.sql import open_store
 from flywheel.store.tsv import to_tsv
 
@@ -170,16 +170,23 @@ def test_a_campaign_that_pins_what_all_searches_do_now_goes_on(name: str, store:
     assert re.search(r"campaign +small\n", again.stdout) and "6, 1 of them new" in again.stdout
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_campaign_that_pins_what_no_search_does_now_says_so_in_one_line(name: str, store: str, run: Run) -> None:
-    pin(store, {name: "other"})
+GONE = {(name, "other"): f"which no search sets any more: {old.now}" for name, old in REMOVED.items()} | {
+    pinned: f"which the knob has no more: {now}" for pinned, now in REMOVED_VALUES.items()
+}
+
+
+@pytest.mark.parametrize("name, value", GONE)
+def test_a_campaign_that_pins_what_no_search_does_now_says_so_in_one_line(
+    name: str, value: str, store: str, run: Run
+) -> None:
+    pin(store, {name: value})
     text = " ".join(run("campaigns", "small", "--store", store).stdout.split())
     assert "gained" in text and "command" not in text
-    assert f"no search goes on with --fix {name}=other, which no search sets any more: {REMOVED[name].now}" in text
+    assert f"no search goes on with --fix {name}={value}, {GONE[name, value]}" in text
     again = run(*AGAIN, "--trials", "6", "--store", store)
     assert again.exit_code == 2
     (line,) = [line for line in again.stderr.splitlines() if line.startswith("flywheel: campaign ")]
-    assert REMOVED[name].now in line and line.endswith("; --fresh or --name starts a new one")
+    assert GONE[name, value] in line and line.endswith("; --fresh or --name starts a new one")
     study = run("export", "--format", "optuna", "--campaign", "small", "--store", store, "--output", "study.db")
     assert study.exit_code == 0, study.stderr
 

@@ -16,12 +16,11 @@ def works() -> ModuleType:
 
 @pytest.fixture
 def work(works: ModuleType) -> MegakernelProgram:
-    """A program with attention in parts, and so merges, that reads ahead, with several copies at once and slices."""
+    """A program with attention in parts, and so merges, that reads ahead, with several copies at once."""
     found: MegakernelProgram = next(
         program
         for program in works.programs(0, 60)
         if any("combine" in task.label for task in program.tasks) and program.config.pipelining_depth
         and program.config.tiling["stream"]["copies"] > 1
-        and program.config.tiling.get("hand_off", {}).get("slices", 1) > 1
     )
     return found

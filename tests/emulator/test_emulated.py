@@ -48,12 +48,12 @@ CONFIGS = {
         {"attention": {"kv_block": 16}, "gemv": {"N_tile": 48}}, FUSED, threads_per_block=THREADS
     ),
     "fused, by data": ScheduleConfig(
-        {"attention": {"kv_block": 16}, "hand_off": {"data": 1, "slices": 2},
+        {"attention": {"kv_block": 16}, "hand_off": {"data": 1},
          "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}},
         FUSED, pipelining_depth=3, page_allocation="none", threads_per_block=THREADS, smem_bytes_per_block=81920,
     ),
-    "step by step, in halves": ScheduleConfig(
-        {"hand_off": {"data": 1, "slices": 2}}, page_allocation="none", threads_per_block=THREADS
+    "step by step, by data": ScheduleConfig(
+        {"hand_off": {"data": 1}}, page_allocation="none", threads_per_block=THREADS
     ),
 }  # fmt: skip
 

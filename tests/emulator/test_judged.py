@@ -35,7 +35,7 @@ CONFIGS = {
         threads_per_block=THREADS,
     ),
     "fused, by data": ScheduleConfig(
-        {"attention": {"kv_block": 64}, "hand_off": {"data": 1, "slices": 2}}, FUSED, pipelining_depth=1,
+        {"attention": {"kv_block": 64}, "hand_off": {"data": 1}}, FUSED, pipelining_depth=1,
         page_allocation="none", threads_per_block=THREADS,
     ),
 }  # fmt: skip

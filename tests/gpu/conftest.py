@@ -331,7 +331,7 @@ def check_gpu(run: Run, target: GpuTarget, check_agree: Callable[..., None], dev
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
     `extra` and `split` are those of `check_agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data`
-    hands activations off without counters, in `x_slices` slices.
+    hands activations off without counters.
     """
 
     def check(
@@ -351,11 +351,10 @@ def check_gpu(run: Run, target: GpuTarget, check_agree: Callable[..., None], dev
         pos: int | None = None,
         on_gpu_alone: bool = False,
         by_data: bool = False,
-        x_slices: int = 1,
     ) -> None:
         stream = {} if chunk_bytes is None else {"stream": {"chunk_bytes": chunk_bytes}}
         config = ScheduleConfig(
-            tiling={**stream, "hand_off": {"data": int(by_data), "slices": x_slices}},
+            tiling={**stream, "hand_off": {"data": int(by_data)}},
             pipelining_depth=pipelining_depth,
             threads_per_block=threads,
         )

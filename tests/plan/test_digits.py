@@ -31,7 +31,7 @@ def routines(weights: str, batch: int = 1) -> Iterator[Routine]:
     program = lower(graph, ScheduleConfig(fusion_grouping=FUSED), TARGETS["h100"])
     plan = make_plan(program)
     for form in make_nodes(program, plan.grouping)[1]:
-        yield make_routine(steps_of(form), form, DType.BF16, plan.x_slices, plan.variant.staged_bytes)
+        yield make_routine(steps_of(form), form, DType.BF16, plan.variant.staged_bytes)
     assert pack(program)
 
 

@@ -12,7 +12,7 @@ from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, Task
 from flywheel.ir.alone import alone
 from flywheel.lowering.lower import lower
-from flywheel.plan.program import Plan, make_plan
+from flywheel.plan.program import make_plan
 from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
 from flywheel.vm.abi import InstructionFlag
@@ -45,16 +45,6 @@ def test_a_task_of_a_node_differs_from_its_first_in_tile_params_and_sm_alone() -
             assert shared(task)[:5] == shared(grouping.firsts[node])[:5]
             assert n_off == task.params.get("n_off", 0)
             assert grouping.params[params] | ({"n_off": n_off} if "n_off" in task.params else {}) == task.params
-
-
-def test_inputs_are_cut_into_slices_only_where_they_are_handed_over_by_the_data() -> None:
-    def cut(plan: Plan) -> bool:
-        return plan.x_slices > 1
-
-    plans = [make_plan(program) for program in programs()]
-    assert {cut(plan) for plan in plans} == {False, True}
-    assert all(plan.hand_offs.awaited and plan.variant.x_slices == plan.x_slices for plan in plans if cut(plan))
-    assert all(plan.variant.x_slices == 1 or not plan.hand_offs.awaited for plan in plans if not cut(plan))
 
 
 def test_runs_pack_to_the_bytes_of_their_tasks_one_by_one() -> None:

@@ -14,7 +14,7 @@ from flywheel.plan.staging import (
     operand_bytes,
     operand_stride,
     operands_of,
-    slices_of,
+    slice_depth,
     staged_bytes,
 )
 
@@ -62,14 +62,14 @@ def test_an_operand_made_by_its_recipe_is_staged_in_the_type_of_its_weight() -> 
 @pytest.mark.parametrize("depth", [4096, 8192, 14336, 28672, 53248, 99991])
 def test_what_does_not_fit_is_cut_into_the_fewest_even_slices(dtype: DType, rows: int, depth: int) -> None:
     most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
-    (each, beside), taken = slices_of(dtype, rows, depth), operand_bytes(dtype, rows, depth)
+    each, taken = slice_depth(dtype, rows, depth), operand_bytes(dtype, rows, depth)
     whole = dtype.nbytes(rows * operand_stride(rows, depth))
     if whole <= most:
-        assert (each, beside, taken) == (depth, 1, whole)
+        assert (each, taken) == (depth, whole)
         return
     slices = -(-depth // each)
     assert taken == dtype.nbytes(rows * operand_stride(rows, each)) <= most
-    assert slices > beside == 1
+    assert slices > 1
     assert each % 32 == 0 and each * slices - depth < 32 * slices
     assert slices == -(-depth // _widest(dtype, rows, most))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from flywheel.cost_model import MACHINES, predict
 from flywheel.cost_model.calibrate import score
+from flywheel.errors import ConfigError
 from flywheel.ir import config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.plan import program_id
@@ -38,9 +40,11 @@ def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str, weig
     configs = held_back(model, weights)
     assert len(configs) > 40
     predicted, measured = [], []
-    for config in configs if weights == "int4" else configs[::3]:
-        program = lower(work.graph, config_from_dict(json.loads(config.config)), work.target)
-        if program_id(program) == config.program_id:
+    for config in configs if weights == "int4" else configs[::2]:
+        with suppress(ConfigError):  # says what no schedule can say any more
+            program = lower(work.graph, config_from_dict(json.loads(config.config)), work.target)
+            if program_id(program) != config.program_id:
+                continue
             predicted.append(predict(program, MACHINES["h200"]).latency_us)
             measured.append(config.latency_us)
     assert len(measured) >= 10, "most recorded configs are lowered otherwise today than when they were measured"

@@ -230,6 +230,14 @@ def test_nearest_of_a_config_whose_loaders_paused_does_without_the_pause(space: 
     assert space.to_config(space.nearest(paused)) == config
 
 
+def test_nearest_of_a_config_whose_products_begin_with_a_half_has_them_wait_for_all(space: Space) -> None:
+    choice = {**space.known_good()[2], "hand_off": "data"}
+    config = space.to_config(choice)
+    halves = replace(config, tiling={**config.tiling, "hand_off": {"data": 1, "slices": 2}})
+    assert space.to_choice(halves) is None
+    assert space.nearest(halves) == choice
+
+
 def test_nearest_of_a_config_that_says_what_no_knob_decides_has_the_rules_value(space: Space) -> None:
     config = space.to_config(space.known_good()[2])
     taller = {name: {"N_tile": 2 * config.tiling[name]["N_tile"]} for name in ("gemv.k_proj", "gemv.v_proj")}

@@ -48,7 +48,6 @@ typedef uint32_t amk_counter_t;
 #define FW_MIN_STAGED_BYTES 16384
 #define FW_WORK_BYTES 8192
 #define FW_MAX_RING_SLOTS 64
-#define FW_MAX_X_SLICES 4
 #define FW_MAX_X_SCALES 128
 #define FW_X_BLOCK 256
 #define FW_WARP 32

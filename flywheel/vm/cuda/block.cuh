@@ -31,7 +31,7 @@ constexpr int WARP_ARRIVALS = EVERY_THREAD ? WARP : 1;
 __device__ __forceinline__ int product_rows(int rows) { return FW_ROWS > 0 ? FW_ROWS : rows; }
 
 constexpr int TASK_SLOTS = 2;
-constexpr int X_ROUNDS = FW_MAX_X_SLICES;  // stagings that the matrix warps may be behind, of slices side by side at least
+constexpr int X_ROUNDS = 4;  // stagings that the matrix warps may be behind
 constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES;
 constexpr int PARTIAL_OFFSET = FW_RESERVED_BYTES - PARTIAL_BYTES;
 

@@ -35,7 +35,7 @@ def segments_of(
     row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // (FRAGMENT_K * fragments)) * nbytes
     segments["src"] = stream.row_block * row_stride + stream.k_block * nbytes
     segments["queue_index"] = stream.task - queues[sms]
-    segments["row_stride"], segments["x_kblocks"] = row_stride, stream.x_start
+    segments["row_stride"] = row_stride
     for name in ("row_blocks", "kblocks", "chunk_kblocks", "row_chunks", "slice_chunks", "rows"):
         segments[name] = getattr(stream, name)
     segments["flags"] = _format_flags(stream, blocks, coded)

@@ -7,7 +7,7 @@ loader, the matrix warps and the vector warps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -66,7 +66,7 @@ class Sm:
     stream: int
     staging: Any
     workspace: Any
-    announced: dict[int, Tensor] = field(default_factory=dict)
+    announced: Tensor | None = None
     unscaled: bool = False  # whether the staged operand is a norm's that leaves its scales
 
 
@@ -257,14 +257,14 @@ class TableVM:
     def _matrix(self, sm: Sm, instruction: Any, steps: Any, index: int, params: Mapping[str, Any]) -> None:
         step = steps[index]
         flags, product = int(step["flags"]), step["as"]["product"]
-        rows, each, beside = (int(product[name]) for name in ("rows", "kblocks", "beside"))
+        rows, each = (int(product[name]) for name in ("rows", "kblocks"))
         how = StepFlag(flags) & (StepFlag.STAGE | StepFlag.X_IN_PLACE | StepFlag.REUSE_X)
         assert how in (StepFlag.STAGE, StepFlag.X_IN_PLACE, StepFlag.REUSE_X)
         x = self._operand(sm, instruction, steps, int(step["args"][0])).reshape(rows, -1)
         depth = x.shape[1]
         assert depth == step["params"]["K"] and x.dtype is TORCH_DTYPES[self.packed.dtype]
         starts = range(0, -(-depth // 16), each)
-        streams = len(starts) > beside
+        streams = len(starts) > 1
         fresh = not instruction["flags"] & InstructionFlag.X_STAGED and how is not StepFlag.REUSE_X
         assert fresh or not streams
         assert len(starts) == 1 or how is not StepFlag.X_IN_PLACE
@@ -275,51 +275,49 @@ class TableVM:
             sm.unscaled = False
         assert bool(flags & StepFlag.TAKES_SCALE) == sm.unscaled
         if fresh:
-            sm.announced = {}
+            sm.announced = None
         n_off, n_tile = self._own(step, params, "n_off"), self._own(step, params, "N_tile")
         end = -(-(n_off + n_tile) // 16)
         passes = []
         for block in range(n_off // 16, end, self.packed.pass_blocks):
             blocks = block, min(end, block + self.packed.pass_blocks)
             new = fresh and (streams or not passes)
-            places = [number % beside * rows * (each + (rows > 1)) for number in range(len(starts))]
             if new and not streams:
-                for start, place in zip(starts, places, strict=True):
-                    self._stage(sm, x, start, min(each, -(-depth // 16) - start), place, how is StepFlag.STAGE)
+                self._stage(sm, x, 0, -(-depth // 16), how is StepFlag.STAGE)
             product = torch.zeros(rows, 16 * (blocks[1] - blocks[0]))
-            for start, place in zip(starts, places, strict=True):
+            for start in starts:
                 kblocks = min(each, -(-depth // 16) - start)
                 if streams:
-                    self._stage(sm, x, start, kblocks, place, True)
-                operand = self._staged(sm, rows, kblocks, place)[:, : kblocks * 16]
+                    self._stage(sm, x, start, kblocks, True)
+                operand = self._staged(sm, rows, kblocks)[:, : kblocks * 16]
                 # Matrix warps may read it at any time since it was announced: it must be the same all along.
-                assert torch.equal(sm.announced[place], operand)
+                assert sm.announced is not None and torch.equal(sm.announced, operand)
                 mine = x[:, start * 16 :][:, : kblocks * 16]
                 assert torch.equal(operand[:, : mine.shape[1]], mine) or instruction["flags"] & InstructionFlag.X_STAGED
                 slices = start > 0, start < starts[-1]
-                product += self._segment(sm, instruction, step, operand.float(), new, blocks, start, place, slices)
+                product += self._segment(sm, instruction, step, operand.float(), new, blocks, start, slices)
             passes.append(product)
         self._store(sm, instruction, steps, step, params, torch.cat(passes, dim=1)[:, n_off % 16 :][:, :n_tile], n_off)
 
-    def _staged(self, sm: Sm, rows: int, kblocks: int, place: int) -> Tensor:
-        """What lies in the staging area behind `place` fragments."""
+    def _staged(self, sm: Sm, rows: int, kblocks: int) -> Tensor:
+        """What lies in the staging area."""
         dtype = TORCH_DTYPES[self.packed.dtype]
         stride = 16 * (kblocks + (rows > 1))
-        area = sm.staging[place * 16 * dtype.itemsize :][: rows * stride * dtype.itemsize]
+        area = sm.staging[: rows * stride * dtype.itemsize]
         return torch.from_numpy(area).view(dtype).view(rows, stride)
 
-    def _stage(self, sm: Sm, x: Tensor, start: int, kblocks: int, place: int, copies: bool) -> None:
+    def _stage(self, sm: Sm, x: Tensor, start: int, kblocks: int, copies: bool) -> None:
         """Announce a slice of x, after a copy of it if it is not there yet."""
-        staged = self._staged(sm, len(x), kblocks, place)
+        staged = self._staged(sm, len(x), kblocks)
         if copies:
             copied = x[:, start * 16 :][:, : kblocks * 16].clone()
             staged[:, : kblocks * 16] = 0
             staged[:, : copied.shape[1]] = copied
-        sm.announced[place] = staged[:, : kblocks * 16].clone()
+        sm.announced = staged[:, : kblocks * 16].clone()
 
     def _segment(
         self, sm: Sm, instruction: Any, step: Any, x: Tensor, fresh: bool,
-        span: tuple[int, int], start: int, place: int, slices: tuple[bool, bool],
+        span: tuple[int, int], start: int, slices: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
         """The next segment of the stream times a slice of x."""
         packed, made = self.packed, step["as"]["product"]
@@ -339,10 +337,9 @@ class TableVM:
         if merged:
             assert packed.variant.rows == len(x) > 1 == blocks and any(slices) and marked == [fresh, False, False]
             assert segment["slice_chunks"] * segment["chunk_kblocks"] == each == made["kblocks"]
-            assert segment["x_kblocks"] == place == 0 and made["beside"] == 1
             assert segment["row_chunks"] >= packed.variant.chunk_groups and kblocks * 16 == step["params"]["K"]
         else:
-            assert segment["x_kblocks"] == place and kblocks == each and marked == [fresh, *slices]
+            assert kblocks == each and marked == [fresh, *slices]
         assert blocks * packed.variant.matrix_warps * len(x) * 64 <= PARTIALS_BYTES // 2
         assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
         assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]

@@ -234,7 +234,7 @@ def test_other_sums_keep_their_steps(ranks: int, how: dict[str, Any]) -> None:
 def test_a_product_whose_operand_comes_in_slices_adds_too() -> None:
     packed = shared(2, 4, columns=32, intermediate=10240)[0]
     steps = packed.steps[np.isin(packed.steps["op"], list(PRODUCTS))]
-    sliced = steps["as"]["product"]["beside"] * steps["as"]["product"]["kblocks"] * 16 < steps["params"]["K"]
+    sliced = steps["as"]["product"]["kblocks"] * 16 < steps["params"]["K"]
     assert sliced.any()
     assert len(adding(packed)) == 8
 

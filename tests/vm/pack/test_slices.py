@@ -11,12 +11,10 @@ import pytest
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
-from flywheel.ir.operations import PRODUCTS
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.plan.staging import MIN_STAGED_BYTES
 from flywheel.plan.step import Epilogue
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
@@ -111,11 +109,10 @@ def test_slices_are_segments_that_take_each_other_s_place(chain: Chain, limit: L
     buffers = {"x": (IN, BF16, (1, 1024)), "w": (WEIGHT, BF16, (20, 1024)), "y": (OUT, BF16, (1, 20))}
     packed = pack(chain(buffers, [("GEMV_TILE", ["x", "w"], ["y"], {"K": 1024, "n_off": 0, "N_tile": 20})]))
     (step,) = packed.steps
-    assert step["as"]["product"][["kblocks", "beside", "row_chunks"]].tolist() == (22, 1, packed.variant.matrix_warps)
+    assert step["as"]["product"][["kblocks", "row_chunks"]].tolist() == (22, packed.variant.matrix_warps)
     fresh, continues, goes_on = SegmentFlag.FRESH_X, SegmentFlag.CONTINUES, SegmentFlag.GOES_ON
     assert packed.segments["flags"].tolist() == [fresh | goes_on, fresh | continues | goes_on, fresh | continues]
     assert packed.segments["kblocks"].tolist() == [22, 22, 20]
-    assert packed.segments["x_kblocks"].tolist() == [0, 0, 0]
     assert packed.segments["src"].tolist() == [0, 22 * 512, 44 * 512]
     assert set(packed.segments["row_stride"].tolist()) == {64 * 512}
 
@@ -228,66 +225,9 @@ def test_eight_sequences_of_llama3_8b_fit() -> None:
             assert streamed.sum() == sum(numel for numel in matrices(workload))
 
 
-@pytest.mark.parametrize("slices", [2, 3, 4])
-@pytest.mark.parametrize("fused", [False, True])
-def test_slices_of_what_fits_lie_side_by_side_and_are_announced_ahead(
-    check_vm: Agree, fused: bool, slices: int
-) -> None:
-    spec = DecoderSpec("deep", "llama", 72, 200, 2, 4, 2, 16, 50, 1e4, 1e-5, 64)
-    config = ScheduleConfig(
-        tiling={"gemv": {"N_tile": 16}, "attention": {"kv_block": 16}, "hand_off": {"data": 1, "slices": slices}},
-        fusion_grouping=(("mlp_norm", "gate_proj", "up_proj", "silu_mul"), ("down_proj", "mlp_add")) if fused else (),
-        page_allocation="none",
-    )
-    few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
-    program = lower(decode_step(spec, 48, BF16), config, few)
-    packed = pack(program)
-    downs = packed.steps["as"]["product"][packed.steps["params"]["K"] == 200]
-    each = 32 * -(-200 // (32 * slices))
-    assert len(downs) and set(downs["kblocks"] * 16) == {each} and set(downs["beside"]) == {-(-200 // each)}
-    of_downs = packed.segments[packed.segments["flags"] & SLICED != 0]
-    assert (of_downs["flags"] & SegmentFlag.FRESH_X).any()
-    ends = np.flatnonzero(of_downs["flags"] & SegmentFlag.GOES_ON == 0)
-    for group in np.split(of_downs, ends[:-1] + 1):
-        assert group["kblocks"].sum() in {-(-depth // 16) for depth in packed.steps["params"]["K"]}
-        assert (group["x_kblocks"] == np.cumsum(group["kblocks"]) - group["kblocks"]).all()
-    assert packed.variant.staged_bytes == MIN_STAGED_BYTES
-    check_vm(program, 17)
-
-
-def test_what_several_products_multiply_is_not_cut_to_be_early(check_vm: Agree) -> None:
-    """Gate and up of one recipe: the second one would have to stage anew what the first has staged."""
-    spec = DecoderSpec("wide", "llama", 128, 96, 1, 2, 1, 64, 50, 1e4, 1e-5, 64)
-    config = ScheduleConfig(
-        {"hand_off": {"data": 1, "slices": 2}}, (("gate_proj", "up_proj", "silu_mul"),), page_allocation="none"
-    )
-    few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
-    program = lower(decode_step(spec, 48, BF16), config, few)
-    packed = pack(program)
-    gates = {number for number, task in enumerate(program.tasks) if "gate_proj" in task.label}
-    firsts = {int(each["first_step"]) for each in packed.instructions if int(each["task"]) in gates}
-    for first in firsts:
-        for step in packed.steps[first : first + 2]:
-            product = step["as"]["product"]
-            assert product["kblocks"] * 16 == step["params"]["K"] == 128 and product["beside"] == 1
-    products = packed.steps[np.isin(packed.steps["op"], list(PRODUCTS))]
-    assert (products["as"]["product"]["beside"] == 2).any()
-    check_vm(program, 17)
-
-
-@pytest.mark.parametrize(("pages", "cut"), [("none", True), ("graph_color", False)])
-def test_nothing_is_cut_to_be_early_where_that_gains_nothing(pages: str, cut: bool) -> None:
-    """With shared pages everything is handed over by counters."""
-    spec = DecoderSpec("deep", "llama", 72, 200, 1, 4, 2, 16, 50, 1e4, 1e-5, 64)
-    config = ScheduleConfig({"hand_off": {"data": 1, "slices": 2}}, page_allocation=pages)
-    few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
-    assert bool(slices_of(lower(decode_step(spec, 48, BF16), config, few))) is cut
-
-
-@pytest.mark.parametrize(("asked", "why"), [
-    ({"data": 1, "slices": 5}, "slices=5 is not in 1..4"), ({"data": 1, "slices": 0}, "slices=0 is not in 1..4"),
-    ({"slices": 2}, "slices=2 needs tiling.hand_off.data=1"),
-])  # fmt: skip
-def test_slices_that_cannot_be_are_named(asked: dict[str, int], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        lower(decode_step(CATALOG["smollm2-135m"], 64, BF16), ScheduleConfig({"hand_off": asked}), TARGETS["h100"])
+def test_a_product_that_would_begin_with_a_part_of_its_input_is_refused_by_a_line() -> None:
+    graph = decode_step(CATALOG["smollm2-135m"], 64, BF16)
+    whole, cut = (ScheduleConfig({"hand_off": {"data": 1, "slices": slices}}) for slices in (1, 2))
+    assert not slices_of(lower(graph, whole, TARGETS["h100"]))
+    with pytest.raises(ConfigError, match=r"^tiling\.hand_off\.slices=2: no product begins with .*; leave it out$"):
+        lower(graph, cut, TARGETS["h100"])
