@@ -168,4 +168,4 @@ def _of_tasks(tasks: Sequence[Task]) -> Iterator[Unit]:
 def _shared(task: Task) -> tuple[object, ...]:
     params = task.params
     own = params.get("recipe"), params.get("n_heads"), params.get("M_tile")
-    return task.op, id(task.inputs), task.out_counter, id(task.waits), task.est_bytes, task.est_flops, own
+    return task.op, task.inputs, task.out_counter, task.waits, task.est_bytes, task.est_flops, own

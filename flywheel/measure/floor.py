@@ -64,12 +64,13 @@ def _weights_read(tasks: Iterable[Task], buffers: Mapping[int, Buffer]) -> tuple
     weights = _weights(buffers)
     whole: dict[int, None] = {}
     gathered: dict[int, dict[_IdSource, int]] = {}
-    settled: set[int] = set()  # operand records (tiles share them) with all weights in `whole`
+    settled: set[tuple[int, ...]] = set()  # operands with all weights in `whole`
     for task in tasks:
-        if id(task.inputs) in settled:
+        operands = tuple(task.inputs)
+        if operands in settled:
             continue
-        if not any(read in weights and read not in whole for read in task.inputs):
-            settled.add(id(task.inputs))
+        if not any(read in weights and read not in whole for read in operands):
+            settled.add(operands)
             continue
         for read, ids in _reads(task, buffers):
             if read not in weights:

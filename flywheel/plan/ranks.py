@@ -59,7 +59,6 @@ def parts_of(program: MegakernelProgram) -> tuple[RankPart, ...]:
     tasks = as_runs(program.tasks)
     remote = pushed_counters(tasks.runs, buffers)
     pushed = {number for run in tasks.runs for number in run.outputs if buffers[number].rank != run.rank}
-    waits: dict[int, tuple[Wait, ...]] = {}  # by identity, since runs share waits
     by_rank: list[list[tuple[Run, int]]] = [[] for _ in range(program.ranks)]
     for run, first in zip(tasks.runs, tasks.first, strict=False):
         for number in run.outputs:
@@ -67,14 +66,12 @@ def parts_of(program: MegakernelProgram) -> tuple[RankPart, ...]:
                 _check(run, tasks.ids[first : first + len(run.tiles)], buffers[number])
         if run.out_counter in remote:
             _check_signal(run, tasks.ids[first], buffers)
-        known = waits.get(id(run.waits))
-        if known is None:
-            known = waits[id(run.waits)] = tuple([wait for wait in run.waits if wait.counter not in remote])
-        by_rank[run.rank].append((_alone(run, known), first))
+        own = tuple([wait for wait in run.waits if wait.counter not in remote])
+        by_rank[run.rank].append((_alone(run, own), first))
     sms = np.array(tasks.sms, np.int64)
     ids = np.array(tasks.ids, np.int64) if isinstance(tasks, NumberedRuns) else np.arange(len(tasks))
-    own = [(each, places_of(each)) for each in by_rank]
-    lists = [_numbered([run for run, _ in each], sms[places], ids[places]) for each, places in own]
+    placed = [(each, places_of(each)) for each in by_rank]
+    lists = [_numbered([run for run, _ in each], sms[places], ids[places]) for each, places in placed]
     read = TileReader()
     return tuple(_part(program, rank, each, buffers, pushed, read) for rank, each in enumerate(lists))
 

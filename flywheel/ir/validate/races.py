@@ -74,7 +74,7 @@ class Accesses:
     """
 
     __slots__ = (
-        "_first_rows", "_past_ends", "_several", "buffers", "done", "lanes", "multi_row", "order", "ranks", "tasks",
+        "_first_rows", "_several", "buffers", "done", "lanes", "multi_row", "order", "ranks", "tasks",
         "writes",
     )  # fmt: skip
 
@@ -89,7 +89,6 @@ class Accesses:
         self.multi_row = multi_row_buffers(self.tasks, self.buffers)
         self.lanes = lanes_of_caches(self.tasks, self.buffers)
         self.writes: dict[int, list[Write]] = {}
-        self._past_ends: dict[tuple[int, InstructionKind, int], int | None] = {}
         self._first_rows: dict[int, int | None] = {}
         self._collect_writes()
 
@@ -151,13 +150,6 @@ class Accesses:
         """Columns that the params of a task name."""
         columns = tile(self.tasks[index].params)
         return [] if columns is None else [columns]
-
-    def past_end(self, task: Task, operand: int) -> int | None:
-        """`past_rows_end`, computed once for tasks that share op and params, as equal layers do."""
-        key = id(task.params), task.op, operand
-        if key not in self._past_ends:
-            self._past_ends[key] = past_rows_end(task, operand)
-        return self._past_ends[key]
 
     def first_row(self, cache: int) -> int | None:
         """The first row of a cache that any task may write; None where it may be any row."""
@@ -237,7 +229,7 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
             continue
         stages = frontier.stages
         if buffer.kind is BufferKind.KV_CACHE:
-            tasks, end = accesses.tasks, accesses.past_end(task, operand)
+            tasks, end = accesses.tasks, past_rows_end(task, operand)
             first = accesses.first_row(number) if end is not None else None
             if first is not None and end is not None and end <= first:
                 continue
