@@ -33,7 +33,8 @@ from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.drawn import random_quantised
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
 from flywheel.process import one_torch_thread

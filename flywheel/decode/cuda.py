@@ -108,7 +108,7 @@ class CudaModel:
         self._homes: Final = [ModelOnGpu(each, dtype) for each in (gpu, *peers)]
         devices = [home.device for home in self._homes]
         self.weights: Final = moved(weights, devices[0], dtype)
-        self.prefill: Final = Prefill(spec, self.weights)
+        self.prefill: Final = Prefill(spec, self.weights, context)
         self.caches: Final[KvCaches | SharedCaches] = (
             SharedCaches(spec, dtype, context, devices, batch, granules_of(granules, peers))
             if peers
@@ -301,7 +301,7 @@ class CudaSession:
 
     def explain(self, text: Sequence[int]) -> str:
         """See `DecodeSession.explain`."""
-        return explain_text(self.spec, self._weights, self.dtype, text)
+        return explain_text(self.spec, self._weights, self.dtype, self.context, text)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """See `DecodeSession.show`. Raises as `step`, and GpuMemoryError."""

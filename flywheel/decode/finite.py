@@ -27,7 +27,9 @@ _LIMIT_S: Final = 20.0
 """Time after which no further chunk is begun: other sequences wait, and a server watches its decoding process."""
 
 
-def explain_text(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
+def explain_text(
+    spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, context: int, text: Sequence[int]
+) -> str:
     """A `runtime.sequences.Explain` by the weights, and by the oracle's tensors over the text, each rounded to `dtype`.
 
     It takes about as long as reading the text as a prompt. It is empty where that takes longer than _LIMIT_S, where
@@ -36,7 +38,9 @@ def explain_text(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType,
     if isinstance(weights, WeightsOnRequest):
         return ""
     try:
-        return within_memory("the oracle", lambda: _bad_weight(weights) or _first_tensor(spec, weights, dtype, text))
+        return within_memory(
+            "the oracle", lambda: _bad_weight(weights) or _first_tensor(spec, weights, dtype, context, text)
+        )
     except GpuMemoryError:
         return ""
 
@@ -50,7 +54,9 @@ def _bad_weight(weights: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def _first_tensor(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, text: Sequence[int]) -> str:
+def _first_tensor(
+    spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType, context: int, text: Sequence[int]
+) -> str:
     own = OracleWeights(spec, weights, TORCH_DTYPES[dtype], next(iter(weights.values())).device)
     watching, end = _Watching(own), monotonic() + _LIMIT_S
     for start in range(0, len(text), _CHUNK):
@@ -58,7 +64,8 @@ def _first_tensor(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: DType
             return ""
         tokens = torch.tensor(text[start : start + _CHUNK], device=own.device)
         watching.start = start
-        run_forced(own, tokens[:, None], torch.arange(start, start + len(tokens), device=own.device), watching)
+        at = torch.arange(start, start + len(tokens), device=own.device)
+        run_forced(own, tokens[:, None], at, context, watching)
         if watching.found is not None:
             return f"; first in {watching.found}"
     return "; the oracle's tensors are all finite"

@@ -21,11 +21,11 @@ from flywheel.models.forward import (
     PLAIN,
     RopeKey,
     as_heads,
-    frequencies_of,
     rope_key,
     rope_turns,
     rotate,
     run_calls,
+    turning_of,
 )
 from flywheel.models.graph import codes_of
 from flywheel.models.quantise import matrix_of
@@ -57,15 +57,15 @@ class _Chunk:
 
 
 class Prefill:
-    """A decoder over `weights`, by checkpoint key, all of one float type and on one device. They are not copied.
-    Quantised matrices are dequantised, rounded to that type, at each use.
+    """A decoder of `context` tokens over `weights`, by checkpoint key, all of one float type and on one device. They
+    are not copied. Quantised matrices are dequantised, rounded to that type, at each use.
 
     Products and attention are torch's own, which round sums to the weights' type. Norms and RoPE use float32 inside.
     Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor]) -> None:
-        graph = decode_step(spec, 1, DType.BF16)  # of any context and type: it says what to compute
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], context: int) -> None:
+        graph = decode_step(spec, context, DType.BF16)  # of any type: it says what to compute
         kinds = [calls_of(graph, block, _JOINED) for block in graph.kinds]
         layers = [kinds[kind] for kind in graph.order]
         self._layers = [*layers[:-1], cached_by(layers[-1])]
@@ -75,7 +75,7 @@ class Prefill:
         self._coded = frozenset(key for keys in chain(*self._keys) for key in keys if codes_of(key) in weights)
         self._table = table = weights[model_weight_key(spec, "embed")]
         self._dtype, self._device = table.dtype, table.device
-        self._frequencies = {key: each.to(self._device) for key, each in frequencies_of(chain(*kinds)).items()}
+        self._turning = {key: each.to(self._device) for key, each in turning_of(graph).items()}
         if table.is_cuda:
             _mask_of_last(1, 2)  # imports now what a prompt would wait for
 
@@ -96,7 +96,7 @@ class Prefill:
     def _forward(self, tokens: Tensor, start: int, caches: Caches, row: int) -> None:
         """Read tokens [S] at positions from `start` on. All earlier positions are cached."""
         positions = torch.arange(start, start + len(tokens), device=tokens.device)
-        turns = {key: rope_turns(positions, each) for key, each in self._frequencies.items()}
+        turns = {key: rope_turns(positions, each) for key, each in self._turning.items()}
         chunk = _Chunk(caches, row, start, turns)
         x = embedding(tokens, self._table)
         for layer in range(len(self._layers)):

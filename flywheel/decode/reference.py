@@ -98,7 +98,8 @@ class ReferenceSession:
         check_prompt(self.spec, self.context, token_ids)
         if self._prefill is None:
             given = {key: typed(key, tensor, self.dtype, DType.F32) for key, tensor in self._weights.items()}
-            self._prefill = Prefill(self.spec, {key: each.to(self.caches.device) for key, each in given.items()})
+            placed = {key: each.to(self.caches.device) for key, each in given.items()}
+            self._prefill = Prefill(self.spec, placed, self.context)
         self._prefill(token_ids, self.caches, row, start)
 
     def stream(
@@ -129,7 +130,7 @@ class ReferenceSession:
 
     def explain(self, text: Sequence[int]) -> str:
         """See `DecodeSession.explain`."""
-        return explain_text(self.spec, self._weights, self.dtype, text)
+        return explain_text(self.spec, self._weights, self.dtype, self.context, text)
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """See `DecodeSession.write_cache`. Raises UsageError for a wrong number of layers, or too many positions."""

@@ -38,6 +38,13 @@ def read_number(value: object, where: str, field: str = "") -> float:
     raise _wrong(value, "a finite number", where, field)
 
 
+def read_float(value: object, where: str, field: str) -> float:
+    """A finite float, or an int of 32 bits as one."""
+    if (type(value) is int and abs(value) < 2**31) or (type(value) is float and isfinite(value)):
+        return float(value)
+    raise _wrong(value, "a finite number", where, field)
+
+
 def read_estimate(value: object, where: str, field: str) -> int:
     """A finite number, truncated to an int."""
     return value if type(value) is int else int(read_number(value, where, field))

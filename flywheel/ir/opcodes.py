@@ -77,13 +77,17 @@ RECIPE_PARAM_FIELDS: Final = MappingProxyType(
         "rope_low_freq_factor": "f",
         "rope_high_freq_factor": "f",
         "rope_original_max_position": "i",
+        "frequencies": "t",
         "rows_per_scale": "i",
     }
 )
 """Params of a recipe's steps, which are compiled into the kernel variant: the struct's, llama3 RoPE scaling, and the
-rows of a quantised matrix that share a scale."""
+rows of a quantised matrix that share a scale. 't' is a table: a tuple of floats of at least 0."""
 
-STEPS_ALONE: Final = frozenset({"rows_per_scale"})
+MAX_TABLE: Final = 4096
+"""Most numbers of a table."""
+
+STEPS_ALONE: Final = frozenset({"frequencies", "rows_per_scale"})
 """Params that select a step's operation, and that no task has."""
 
 INHERITED_PARAMS: Final = frozenset({"n_off", "N_tile", "pos", "kv_start", "kv_len"})

@@ -9,7 +9,7 @@ in opcodes.py, a row here, a function in vm/reference and a header in vm/cuda/op
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,6 +25,9 @@ INTEGER: Final = frozenset({DType.I32})
 PACKED: Final = frozenset({DType.I8, DType.U8, DType.I4, DType.F8E4M3})
 ZEROS: Final = FLOATS | {DType.I8}
 WHOLE_BYTES: Final = frozenset(DType) - {DType.I4}
+
+SCALED_ROPE: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
+"""Params of ROPE that scale its frequencies as Llama 3 does."""
 
 CACHES: Final = frozenset({BufferKind.KV_CACHE})
 
@@ -117,6 +120,10 @@ class Operation:
     """(a param that is the code of a type, the types allowed)."""
     together: tuple[str, ...] = ()
     """Params of which a step must have all or none."""
+    table: tuple[str, str] | None = None
+    """(a param that is a table, the param that is twice its length)."""
+    without: tuple[str, ...] = ()
+    """Params that a step with the table must not have."""
     alone: str | None = None
     """A param that a step with one input must have."""
     whole: tuple[str, str] | None = None
@@ -257,10 +264,11 @@ _ROWS: Final = (
         _K.ROPE,
         (Operand("x", View("S", "heads", "head_dim")), Operand("positions", View("S"), INDICES)),
         Operand("out", View("S", "heads", "head_dim")),
-        "rotary embedding of every head",
+        "rotary embedding of every head; with `scale`, cosines and sines of frequencies above 0 are times that",
         ("head_dim", "theta"),
+        ("scale",),
         even="head_dim",
-        together=("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position"),
+        together=SCALED_ROPE,
         flops=("3", "S", "heads", "head_dim"),
         kernel=Kernel("rope", "rope", usual=2, awaits=True),
     ),
@@ -386,6 +394,15 @@ DEQUANTISED_ROWS: Final = Operation(
 )
 """The row of a DEQUANT whose params name rows."""
 
+ROPE_OF_TABLE: Final = replace(
+    OPERATIONS[_K.ROPE],
+    params=("head_dim", "frequencies"),
+    together=(),
+    table=("frequencies", "head_dim"),
+    without=("theta", *SCALED_ROPE),
+)
+"""The row of a ROPE whose params give the frequencies, in radians per position."""
+
 PRODUCTS: Final = frozenset(row.kind for row in _ROWS if row.effort is Effort.PRODUCT)
 """Opcodes that matrix warps run."""
 
@@ -407,4 +424,6 @@ def operation_of(op: InstructionKind, params: Mapping[str, Any]) -> Operation:
         return COPIED_COLUMNS
     if op is _K.DEQUANT and "rows_per_scale" in params:
         return DEQUANTISED_ROWS
+    if op is _K.ROPE and "frequencies" in params:
+        return ROPE_OF_TABLE
     return OPERATIONS[op]

@@ -14,8 +14,17 @@ from weakref import WeakValueDictionary
 
 from flywheel.errors import IrFormatError
 from flywheel.ir.dtype import BufferKind, DType, MemSpace
-from flywheel.ir.fields import read_dict, read_enum, read_field, read_int, read_ints, read_list, read_number
-from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.fields import (
+    read_dict,
+    read_enum,
+    read_field,
+    read_float,
+    read_int,
+    read_ints,
+    read_list,
+    read_number,
+)
+from flywheel.ir.opcodes import RECIPE_PARAM_FIELDS, InstructionKind
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.show import one_line, show
 
@@ -57,7 +66,8 @@ class RecipeStep:
     out: Target
     shape: tuple[int, ...]
     dtype: DType
-    params: Mapping[str, int | float]
+    params: Mapping[str, Any]
+    """Numbers; tables are tuples of them."""
 
     @property
     def numel(self) -> int:
@@ -118,8 +128,15 @@ def _step(data: object, where: str) -> RecipeStep:
         out=_target(read_field(item, "out", where), f"{where}.out"),
         shape=read_ints(read_field(item, "out_shape", where), where, "out_shape"),
         dtype=read_enum(DType, read_field(item, "out_dtype", where), where, "out_dtype"),
-        params={name: read_number(value, f"{where}.params", _shown(name)) for name, value in params.items()},
+        params={name: _param(name, value, f"{where}.params") for name, value in params.items()},
     )
+
+
+def _param(name: str, value: object, where: str) -> int | float | tuple[float, ...]:
+    if RECIPE_PARAM_FIELDS.get(name) != "t":
+        return read_number(value, where, _shown(name))
+    # A zero has no sign: equal tables are written alike.
+    return tuple([read_float(each, where, name) + 0.0 for each in read_list(value, where, name)])
 
 
 def _shown(name: str) -> str:
@@ -152,7 +169,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
                 "op": step.op.name,
                 "args": [{arg.role: arg.number} for arg in step.args],
                 "out": _written(step.out),
-                "params": dict(step.params),
+                "params": {name: list(v) if type(v) is tuple else v for name, v in step.params.items()},
                 "out_shape": list(step.shape),
                 "out_dtype": step.dtype.name,
             }

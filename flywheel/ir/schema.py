@@ -13,7 +13,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import DType
-from flywheel.ir.opcodes import RECIPE_PARAM_FIELDS, TASK_PARAM_FIELDS, InstructionKind
+from flywheel.ir.opcodes import MAX_TABLE, RECIPE_PARAM_FIELDS, TASK_PARAM_FIELDS, InstructionKind
 from flywheel.ir.operations import OPERATIONS, Operation
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
@@ -34,7 +34,11 @@ _SCALARS: Final[Mapping[Any, Schema]] = {
     NoneType: {"type": "null"},
     Any: {},
 }
-_PARAM_TYPES: Final[Mapping[str, Schema]] = {"i": _SCALARS[int], "f": _SCALARS[float]}
+_PARAM_TYPES: Final[Mapping[str, Schema]] = {
+    "i": _SCALARS[int],
+    "f": _SCALARS[float],
+    "t": {"type": "array", "items": {"type": "number", "minimum": 0}, "minItems": 1, "maxItems": MAX_TABLE},
+}
 _ALWAYS_WRITTEN: Final = ("ir_version", "buffers", "counters", "tasks")
 """Fields that a file must have although the record has defaults for them."""
 

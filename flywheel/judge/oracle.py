@@ -169,8 +169,11 @@ class Oracle:
     than running them.
     """
 
-    def __init__(self, own: OracleWeights, tokens: Tensor, at: Tensor, past: Tensor, gains: Tensor) -> None:
-        self._own, self._tokens, self._at, self._past, self._gains = own, tokens, at, past, gains
+    def __init__(
+        self, own: OracleWeights, tokens: Tensor, at: Tensor, context: int, past: Tensor, gains: Tensor
+    ) -> None:
+        self._own, self._tokens, self._at, self._context = own, tokens, at, context
+        self._past, self._gains = past, gains
         self._graphs: dict[tuple[tuple[str, ...], ...], _CapturedGraph] = {}
 
     def compare(self, shown: Shown) -> Scores:
@@ -188,7 +191,7 @@ class Oracle:
 
     def _run(self, shown: Shown) -> Scores:
         comparing = _Comparing(shown, self._past, self._gains)
-        run_forced(self._own, self._tokens, self._at, comparing)
+        run_forced(self._own, self._tokens, self._at, self._context, comparing)
         return comparing.scores
 
     def _captured(self, shown: Shown) -> _CapturedGraph:

@@ -93,9 +93,9 @@ class Judge:
         gains = torch.tensor(self.gains, device=weights.device)
         drawing = _Drawing(noise, self.past, gains, self.positions)
         tokens_there, at = self.tokens.to(weights.device), torch.tensor(self.positions, device=weights.device)
-        run_forced(weights, tokens_there, at, drawing)
+        run_forced(weights, tokens_there, at, context, drawing)
         drawing.require_finite()
-        self._oracle: Final = Oracle(weights, tokens_there, at, self.past, gains)
+        self._oracle: Final = Oracle(weights, tokens_there, at, context, self.past, gains)
         self.logits: Final = drawing.logits[0].view(len(tried), batch, -1)
 
     def examine(self, session: DecodeSession) -> Examined:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from flywheel.ir import InstructionKind
 from flywheel.models.graph import Op
+from flywheel.models.rope import Rope, rope_params
 from flywheel.models.spec import LAYER_WEIGHT_KEYS, DecoderSpec, Shape
 
 _K: Final = InstructionKind
@@ -78,15 +79,7 @@ def attending_ops(
     """From x [hidden] to `attn_out`: attention over the caches, with its products. With `qk_norm`, `norm_widths` are of
     q_norm and k_norm; by default these are norms of each head."""
     head_dim = spec.head_dim
-    turn: dict[str, Any] = {"head_dim": head_dim, "theta": spec.rope_theta}
-    if spec.rope_scaling is not None:
-        scaling = spec.rope_scaling
-        turn |= {
-            "rope_factor": scaling.factor,
-            "rope_low_freq_factor": scaling.low_freq_factor,
-            "rope_high_freq_factor": scaling.high_freq_factor,
-            "rope_original_max_position": scaling.original_max_position,
-        }
+    turn = rope_params(Rope(spec.rope_theta, spec.rope_scaling), head_dim, spec.rotary_dim, context)
     attend = {
         "head_dim": head_dim, "kv_start": 0, "kv_len": context, "scale": head_dim**-0.5,
         "n_heads": spec.n_heads, "n_kv_heads": spec.n_kv_heads,

@@ -17,8 +17,6 @@ ONE: Final = (1,)
 NEUTRAL: Final[Neutral] = MappingProxyType(
     {
         "attention_chunk_size": (),
-        "partial_rotary_factor": ONE,
-        "original_max_position_embeddings": (),
         "is_causal": (True,),
         # another model around or in place of this one
         "quantization": (),

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.config_fields import Neutral
-from flywheel.models.spec import MAX_DIM, MAX_FLOAT
+from flywheel.models.rope import MAX_FLOAT
+from flywheel.models.spec import MAX_DIM
 
 
 @dataclass(frozen=True, slots=True)

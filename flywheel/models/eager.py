@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import pi
+from math import ceil, floor, log, pi
 from types import MappingProxyType
 from typing import Final
 
@@ -25,6 +25,7 @@ from flywheel.errors import UsageError, WeightsError
 from flywheel.models.families import layer_weights
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import dequantise, shape_of
+from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import (
     MODEL_WEIGHT_KEYS,
     DecoderSpec,
@@ -120,7 +121,11 @@ class OracleWeights:
             else own(model_weight_key(spec, "lm_head"))
         )
         self.layers: Final = [layer(index) for index in range(spec.n_layers)]
-        self.frequencies: Final = rope_frequencies(spec).to(device)
+        self.ropes: Final = {
+            rope: tuple([rope_table(rope, spec, is_long).to(device) for is_long in (False, True)])
+            for rope in {spec.rope_of(layer): None for layer in range(spec.n_layers)}
+        }
+        """A layer's RoPE -> its tables in short contexts, and in long ones."""
 
 
 class EagerDecoder:
@@ -222,10 +227,10 @@ class EagerDecoder:
     def _forward(self, tokens: Tensor) -> Tensor:
         """The residual stream [S, hidden] of the tokens [S], which follow the cached ones."""
         start, stop = self._length, self._length + len(tokens)
-        turn = turns(self._own, torch.arange(start, stop, device=self.device))
+        turn = turns(self._own, torch.arange(start, stop, device=self.device), self.context)
         x = self._own.embed[tokens]
         for layer, (weights, cache) in enumerate(zip(self._own.layers, self._cache, strict=True)):
-            own = turn if self.spec.has_rope(layer) else torch.ones_like(turn)
+            own = turn[self.spec.rope_of(layer)]
             first = self._norm(x, weights, "input_norm")
             x = x + self._attention(first, weights, cache, own)
             shared = self.spec.norms == "shared"
@@ -287,10 +292,15 @@ def activate(spec: DecoderSpec, gate: Tensor | None, up: Tensor, wide: torch.dty
     return made.to(up.dtype)
 
 
-def turns(weights: OracleWeights, positions: Tensor) -> Tensor:
-    """RoPE's rotations at positions [S], complex numbers [S, 1, head_dim / 2]."""
-    angles = positions[:, None].float() * weights.frequencies
-    return torch.polar(torch.ones((), dtype=weights.wide, device=weights.device), angles.to(weights.wide))[:, None, :]
+def turns(weights: OracleWeights, positions: Tensor, context: int) -> dict[Rope | None, Tensor]:
+    """The rotations of each RoPE of the model at positions [S] of a context: complex numbers [S, 1, head_dim / 2]."""
+    found = {}
+    for rope, tables in weights.ropes.items():
+        scaling = None if rope is None else rope.scaling
+        frequencies, gains = tables[isinstance(scaling, LongRope) and context > scaling.original_max_position]
+        angles = positions[:, None].float() * frequencies
+        found[rope] = torch.polar(gains.to(weights.wide), angles.to(weights.wide))[:, None, :]
+    return found
 
 
 def rotate(x: Tensor, turn: Tensor, wide: torch.dtype) -> Tensor:
@@ -300,14 +310,42 @@ def rotate(x: Tensor, turn: Tensor, wide: torch.dtype) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
-def rope_frequencies(spec: DecoderSpec) -> Tensor:
-    """Radians per position [head_dim / 2], float32, on the CPU, so that every device turns by the same angles."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**exponents
-    scaling = spec.rope_scaling
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_position / (2 * pi / frequencies)  # within the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+def rope_table(rope: Rope | None, spec: DecoderSpec, is_long: bool) -> Tensor:
+    """Radians per position of each pair, and the gain of its cosine and sine: [2, head_dim / 2], float32, on the CPU,
+    so that every device turns by the same angles. Pairs that are not turned have 0 and 1. `is_long` is for longrope."""
+    table = torch.stack((torch.zeros(spec.head_dim // 2), torch.ones(spec.head_dim // 2)))
+    if rope is not None:
+        width = spec.rotary_dim or spec.head_dim
+        table[0, : width // 2] = _frequencies(rope, width, is_long)
+        if isinstance(rope.scaling, YarnRope | LongRope):
+            table[1, : width // 2] = rope.scaling.attention_factor
+    return table
+
+
+def _frequencies(rope: Rope, width: int, is_long: bool) -> Tensor:
+    """Source: transformers, `modeling_rope_utils.py`."""
+    scaling = rope.scaling
+    wavelengths = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)  # over 2 pi
+    frequencies = 1.0 / wavelengths
+    match scaling:
+        case None:
+            return frequencies
+        case LinearRope():
+            return frequencies / scaling.factor
+        case LongRope():
+            return 1.0 / (torch.tensor(scaling.long if is_long else scaling.short) * wavelengths)
+        case RopeScaling():
+            turned = scaling.original_max_position / (2 * pi / frequencies)  # within the original context
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = ((turned - low) / (high - low)).clamp(0.0, 1.0)
+            return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+        case YarnRope():
+            bounds = [
+                width * log(scaling.original_max_position / (count * 2 * pi)) / (2 * log(rope.theta))
+                for count in (scaling.beta_fast, scaling.beta_slow)
+            ]
+            first, last = (floor(bounds[0]), ceil(bounds[1])) if scaling.truncate else bounds
+            first, last = max(first, 0), min(last, width - 1)
+            run = last - first if last != first else 0.001
+            left = 1 - ((torch.arange(width // 2, dtype=torch.float32) - first) / run).clamp(0, 1)
+            return 1.0 / (scaling.factor * wavelengths) * (1 - left) + frequencies * left

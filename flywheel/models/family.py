@@ -40,6 +40,11 @@ class Family:
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     rope_theta: float = 10000.0
+    rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+    partial_rotary: float | None = None
+    """The part of each head that RoPE turns where `partial_rotary_factor` is absent; None where it is always all."""
+    original_context: int | None = None
+    """`original_max_position_embeddings` where that field is absent; None where RoPE's own counts."""
     tied_head: bool = False
     sliding_window: int | None = None
     window_needs_flag: bool = False

@@ -8,7 +8,7 @@ This shares the weights of `eager`, and no code with the VM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from flywheel.models.eager import OracleWeights, activate, norm, rotate, turns
+from flywheel.models.rope import Rope
 
 _WIDENED: Final = 2**26
 """Elements of a weight or of caches that are widened at a time."""
@@ -69,14 +70,14 @@ class LayerByLayer:
         raise AssertionError("no layer goes with another")
 
 
-def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, hand: Hand) -> None:
-    """Run every operation, for all layers of a group at once.
+def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, context: int, hand: Hand) -> None:
+    """Run every operation, for all layers of a group at once, as in a context of so many tokens.
 
     A row is one of `batch` sequences at one of the positions `at` [positions], position by position. `tokens`
     [positions, batch] are the tokens there. Both are on the weights' device, and nothing waits for it.
     """
     with torch.no_grad():
-        turn = turns(own, at.repeat_interleave(tokens.shape[1]))
+        turn = turns(own, at.repeat_interleave(tokens.shape[1]), context)
         x = hand.take(("x_out",), own.embed[tokens.flatten()].to(own.wide)[None], 1)
         for layers in hand.groups(own.spec.n_layers):
             if len(layers) > 1:
@@ -100,7 +101,7 @@ class _LayerStack:
     layers: range
     hand: Hand
 
-    def made_of(self, x: Tensor, at: Tensor, turn: Tensor) -> Tensor:
+    def made_of(self, x: Tensor, at: Tensor, turn: Mapping[Rope | None, Tensor]) -> Tensor:
         """The residual stream after each layer, from that before it."""
         spec, given = self.own.spec, x
         x = self._add("attn_out", "x_mid", self._product(self._attention(x, at, turn), "o_proj", spec.o_bias), x)
@@ -112,13 +113,13 @@ class _LayerStack:
         act = self._take("act", activate(spec, gate, up, self.own.wide))
         return self._add("mlp_out", "x_out", self._product(act, "down_proj", spec.mlp_bias), x)
 
-    def _attention(self, x: Tensor, at: Tensor, turn: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, at: Tensor, turn: Mapping[Rope | None, Tensor]) -> Tensor:
         own, spec = self.own, self.own.spec
         heads = {"q": spec.n_heads, "k": spec.n_kv_heads, "v": spec.n_kv_heads}
         normed = self._take("attn_in", self._norm(x, "input_norm"))
         made = {}
         # Of tensors that are on the device: a CUDA graph cannot capture a copy of what the host has.
-        own_turn = torch.stack([turn if spec.has_rope(layer) else torch.ones_like(turn) for layer in self.layers])
+        own_turn = torch.stack([turn[spec.rope_of(layer)] for layer in self.layers])
         for side, count in heads.items():
             taken = self._take(side, self._product(normed, f"{side}_proj", spec.qkv_bias), count)
             made[side] = taken.view(*taken.shape[:2], count, spec.head_dim)

@@ -3,7 +3,7 @@ of its own. Source: huggingface/transformers, `modeling_rope_utils.py` (`llama3`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import pi
 from typing import Any, Final, TypeAlias
 
@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, rms_norm, silu
 
 from flywheel.ir import InstructionKind
 from flywheel.models.calls import Call, ColumnsOf
+from flywheel.models.graph import Graph
 
 _K = InstructionKind
 
@@ -70,12 +71,21 @@ def rope_key(params: Mapping[str, Any]) -> RopeKey:
     return tuple(sorted(params.items()))
 
 
-def frequencies_of(calls: Iterable[Call]) -> dict[RopeKey, Tensor]:
-    """Of each kind of rotation, the radians per position [head_dim / 2], float32, on the CPU."""
-    return {rope_key(call.params): _frequencies(call.params) for call in calls if call.kind is _K.ROPE}
+def turning_of(graph: Graph) -> dict[RopeKey, Tensor]:
+    """Of each kind of rotation, the radians per position and the gains of cosines and sines: [2, head_dim / 2],
+    float32, on the CPU."""
+    ropes = [op.params for block in graph.kinds for op in block.ops if op.kind is _K.ROPE]
+    return {rope_key(params): _turning(params) for params in ropes}
+
+
+def _turning(params: Mapping[str, Any]) -> Tensor:
+    frequencies = _frequencies(params)
+    return torch.stack((frequencies, torch.where(frequencies > 0, params.get("scale", 1.0), 1.0)))
 
 
 def _frequencies(params: Mapping[str, Any]) -> Tensor:
+    if "frequencies" in params:
+        return torch.tensor(params["frequencies"])
     frequencies: Tensor = 1.0 / params["theta"] ** (torch.arange(0, params["head_dim"], 2).float() / params["head_dim"])
     if "rope_factor" not in params:
         return frequencies
@@ -86,11 +96,11 @@ def _frequencies(params: Mapping[str, Any]) -> Tensor:
     return scaled
 
 
-def rope_turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """(cosines, signed sines) [positions, 1, head_dim], float32, of rotate-half RoPE. The sines of lower halves are
-    negated."""
-    angles = positions[:, None].float() * frequencies
-    cosine, sine = angles.cos(), angles.sin()
+def rope_turns(positions: Tensor, turning: Tensor) -> tuple[Tensor, Tensor]:
+    """(cosines, signed sines) [positions, 1, head_dim], float32, of rotate-half RoPE by `turning_of`. The sines of
+    lower halves are negated."""
+    angles = positions[:, None].float() * turning[0]
+    cosine, sine = angles.cos() * turning[1], angles.sin() * turning[1]
     return torch.cat((cosine, cosine), -1)[:, None], torch.cat((-sine, sine), -1)[:, None]
 
 

@@ -2,7 +2,7 @@
 
 The file may come from a stranger. Whatever it holds, the answer is an exact spec or one UnsupportedModelError. An
 absent field has the default of the model's configuration class. Source: huggingface/transformers,
-`models/{llama,mistral,qwen2,qwen3}/configuration_*.py` and `modeling_rope_utils.py`, releases 4 and 5.
+`models/{llama,mistral,qwen2,qwen3}/configuration_*.py`, releases 4 and 5.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ from typing import Any, Final
 
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.ir.files import parse_json
-from flywheel.models.config_fields import FOREIGN, NEUTRAL, OFF, ONE, Neutral
+from flywheel.models.config_fields import FOREIGN, NEUTRAL, OFF, Neutral
 from flywheel.models.config_reading import Fields, shown
 from flywheel.models.families import FAMILIES
 from flywheel.models.family import Family
+from flywheel.models.rope import MAX_CONTEXT
+from flywheel.models.rope_reading import read_rope
 from flywheel.models.schemes import Scheme, read_scheme
-from flywheel.models.spec import (
-    MAX_CONTEXT,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    DecoderSpec,
-    RopeScaling,
-)
+from flywheel.models.spec import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, DecoderSpec
 
 _MAX_FILE_BYTES: Final = 4 * 1024**2
 
@@ -38,14 +33,6 @@ _ACTIVATIONS: Final = MappingProxyType(
 _CODE: Final = "auto_map"
 _OWN_CODE: Final = ("AutoModel", "AutoConfig")
 """Beginnings of entries of `auto_map` that put code of the repository in place of the family's."""
-
-_ROPE_FIELDS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-_ROPE_TYPES: Final = MappingProxyType(
-    {
-        "default": _ROPE_FIELDS,
-        "llama3": _ROPE_FIELDS | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    }
-)
 
 
 def load_spec(path: Path) -> DecoderSpec:
@@ -115,9 +102,9 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
         fields.choice("hidden_act", [name for name, own in _ACTIVATIONS.items() if own == rules.activation])
-    theta, scaling = _rope(fields, rules)
     n_heads, n_kv_heads, head_dim = _heads(fields, rules)
     max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
+    rope, rotary_dim = read_rope(fields, rules, head_dim, max_position)
     window = _window(fields, rules)
     attention_bias, mlp_bias = (_has_bias(fields, rules, field) for field in ("attention_bias", "mlp_bias"))
     usual: dict[str, Any] = {
@@ -134,12 +121,13 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         vocab=fields.positive_int("vocab_size", MAX_VOCAB),
-        rope_theta=theta,
+        rope_theta=rope.theta,
         norm_eps=fields.positive_float(*rules.norm_eps),
         max_position=max_position,
         tied_head=fields.flag("tie_word_embeddings", absent=rules.tied_head),
         qk_norm=rules.qk_norm,
-        rope_scaling=scaling,
+        rope_scaling=rope.scaling,
+        rotary_dim=rotary_dim,
         window=window if window is not None and window < max_position else None,
         **(usual | rules.read(fields)),
     )
@@ -209,51 +197,6 @@ def _heads(fields: Fields, rules: Family) -> tuple[int, int, int]:
     if head_dim % 2:
         raise UnsupportedModelError(f"{fields.source}: head_dim is {head_dim}; supported: an even number")
     return n_heads, n_kv_heads, head_dim
-
-
-def _rope(fields: Fields, rules: Family) -> tuple[float, RopeScaling | None]:
-    """RoPE's base and scaling. Releases 4 write `rope_theta` and `rope_scaling`; release 5 writes `rope_parameters`
-    with the base inside. If a file has several of them, they must agree."""
-    thetas = [fields.positive_float("rope_theta")] if "rope_theta" in fields.values else []
-    scalings = []
-    for field in ("rope_parameters", "rope_scaling"):
-        value = fields.values.get(field)
-        if value is None or value == {}:
-            continue
-        if not isinstance(value, Mapping):
-            raise fields.refusal(field, "an object or null")
-        section = Fields(fields.source, f"{field}.", value)
-        scalings.append(_rope_scaling(section))
-        if "rope_theta" in value:
-            thetas.append(section.positive_float("rope_theta"))
-    if any(scaling != scalings[0] for scaling in scalings):
-        raise fields.refusal("rope_scaling", "what rope_parameters says")
-    if any(theta != thetas[0] for theta in thetas):
-        raise fields.refusal("rope_theta", "one value in rope_theta, rope_parameters and rope_scaling")
-    return thetas[0] if thetas else rules.rope_theta, scalings[0] if scalings else None
-
-
-def _rope_scaling(section: Fields) -> RopeScaling | None:
-    given = [field for field in ("rope_type", "type") if section.values.get(field) is not None]
-    kinds = [section.choice(field, _ROPE_TYPES) for field in given] or ["default"]
-    if kinds[0] != kinds[-1]:
-        raise section.refusal("type", f"what rope_type says, {shown(kinds[0])}")
-    for field, value in section.values.items():
-        if field not in _ROPE_TYPES[kinds[0]] and value is not None:
-            fact = f"{section.prefix}{_key(field)} is {shown(value)}"
-            raise UnsupportedModelError(f"{section.source}: {fact}; supported: absent with rope_type {kinds[0]}")
-    section.check_neutral({"partial_rotary_factor": ONE})
-    if kinds[0] == "default":
-        return None
-    low, high = section.positive_float("low_freq_factor"), section.positive_float("high_freq_factor")
-    if low >= high:
-        raise section.refusal("high_freq_factor", f"above low_freq_factor={low}")
-    original = section.positive_int("original_max_position_embeddings", MAX_CONTEXT)
-    return RopeScaling(section.positive_float("factor"), low, high, original)
-
-
-def _key(field: str) -> str:
-    return field if field.isidentifier() and field.isascii() and len(field) <= 60 else shown(field)
 
 
 def _one_line(error: Exception) -> str:

@@ -8,6 +8,16 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import ConfigError, FlywheelError, UnsupportedModelError
+from flywheel.models.rope import (
+    MAX_CONTEXT,
+    MAX_FLOAT,
+    LongRope,
+    Rope,
+    Scaling,
+    check_scaling,
+    rope_params,
+    scaling_from_dict,
+)
 
 Shape = tuple[int, ...]
 
@@ -21,18 +31,12 @@ MAX_HEADS: Final = 4096
 MAX_VOCAB: Final = 2**22
 """Largest vocabulary. The largest published have under 2^19."""
 
-MAX_CONTEXT: Final = 2**31 - 1
-"""Longest context: a program's params are int32."""
-
 MAX_LAYERS: Final = 1024
 """Largest n_layers. The deepest published dense decoders have under 200; a program grows with each layer."""
 
 MAX_LAYER_HEADS: Final = 2**14
 """Most KV heads of all layers together: each has caches and tasks of its own. The published dense decoders with the
 most have under 10,000."""
-
-MAX_FLOAT: Final = 1e308
-"""Largest RoPE or norm constant: finite, whatever it is converted from."""
 
 _BOUNDS: Final = (
     ("hidden", MAX_DIM),
@@ -52,25 +56,6 @@ _FACTORS: Final = ("rope_theta", "norm_eps", "logits_scale", "embed_scale", "res
 _FLAGS: Final = (
     "tied_head", "qkv_bias", "qk_norm", "nope_full", "norm_bias", "wide_qk_norm", "gated", "o_bias", "mlp_bias"
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3 frequency scaling: wavelengths beyond `original_max_position / low_freq_factor` are stretched by
-    `factor`, those below `original_max_position / high_freq_factor` are kept, the ones between are interpolated."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """RoPE's base and the scaling of its frequencies."""
-
-    theta: float
-    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +84,7 @@ class DecoderSpec:
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     window: int | None = None
     """The number of last positions to which layers with a window attend, itself included; None where none has one."""
     nope_every: int | None = None
@@ -111,7 +96,7 @@ class DecoderSpec:
     nope_full: bool = False
     """The layers without a window have no RoPE."""
     rotary_dim: int | None = None
-    """The elements at the start of each head that RoPE turns; None for all."""
+    """How many elements of each head RoPE turns, the first pairs of elements i and i + head_dim / 2; None for all."""
     attention_scale: float | None = None
     """What scores are multiplied by; None for head_dim ** -0.5."""
     attention_cap: float | None = None
@@ -167,6 +152,12 @@ class DecoderSpec:
             raise raises(f"{self.name}: context {context} exceeds sliding_window {self.window}; supported: up to that")
         raise raises(f"{self.name}: context {context} is not in 1..{self.max_position}")
 
+    @property
+    def turned_anew(self) -> int | None:
+        """The number of tokens beyond which RoPE has other frequencies; None where they are the same in all contexts.
+        """
+        return self.rope_scaling.original_max_position if isinstance(self.rope_scaling, LongRope) else None
+
     def has_rope(self, layer: int) -> bool:
         """Whether a layer turns its queries and keys by RoPE."""
         return self.nope_every is None or (layer + 1) % self.nope_every != 0
@@ -205,10 +196,10 @@ def spec_from_dict(given: Mapping[str, Any]) -> DecoderSpec:
     fields = dict(given)
     scaling, local = fields.get("rope_scaling"), fields.get("local_rope")
     if scaling is not None:
-        fields["rope_scaling"] = RopeScaling(**scaling)
+        fields["rope_scaling"] = scaling_from_dict(scaling)
     if local is not None:
         own: Any = Rope(**local).scaling
-        fields["local_rope"] = Rope(local["theta"], None if own is None else RopeScaling(**own))
+        fields["local_rope"] = Rope(local["theta"], None if own is None else scaling_from_dict(own))
     if "windowed" in fields:
         fields["windowed"] = tuple(fields["windowed"])
     return DecoderSpec(**fields)
@@ -280,10 +271,11 @@ def check_spec(spec: DecoderSpec) -> None:
     _check_values(spec)
     _check_heads(spec)
     _check_layers(spec)
-    if spec.rope_scaling is not None:
-        _check_rope_scaling(spec.name, spec.rope_scaling)
-    if spec.local_rope is not None and spec.local_rope.scaling is not None:
-        _check_rope_scaling(spec.name, spec.local_rope.scaling)
+    for rope in (Rope(spec.rope_theta, spec.rope_scaling), spec.local_rope):
+        if rope is not None and rope.scaling is not None:
+            check_scaling(spec.name, rope.scaling, spec.rotary_dim or spec.head_dim)
+            for context in (1, MAX_CONTEXT):
+                rope_params(rope, spec.head_dim, spec.rotary_dim, context)  # raises where it has no frequencies
 
 
 def _check_values(spec: DecoderSpec) -> None:
@@ -326,18 +318,3 @@ def _check_heads(spec: DecoderSpec) -> None:
         raise UnsupportedModelError(f"{spec.name}: head_dim={spec.head_dim} is odd; RoPE rotates pairs")
     if max(spec.q_width, spec.kv_width) > MAX_DIM:
         raise UnsupportedModelError(f"{spec.name}: n_heads * head_dim = {spec.q_width} is above {MAX_DIM}")
-
-
-def _check_rope_scaling(name: str, scaling: RopeScaling) -> None:
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if not 0 < scaling.factor <= MAX_FLOAT:
-        raise UnsupportedModelError(f"{name}: rope_scaling.factor={scaling.factor!r} is not positive and finite")
-    if not 0 < low < high <= MAX_FLOAT:
-        raise UnsupportedModelError(
-            f"{name}: rope_scaling.low_freq_factor={low!r} is not between 0 and high_freq_factor={high!r}"
-        )
-    if not 1 <= scaling.original_max_position <= MAX_CONTEXT:
-        raise UnsupportedModelError(
-            f"{name}: rope_scaling.original_max_position={scaling.original_max_position!r} is not from 1 to "
-            f"{MAX_CONTEXT}"
-        )

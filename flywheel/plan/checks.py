@@ -7,7 +7,7 @@ from typing import Final
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, Task
-from flywheel.ir.operations import FLOATS, OPERATIONS
+from flywheel.ir.operations import FLOATS, OPERATIONS, SCALED_ROPE
 from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.plan.kernels import KERNELS
 from flywheel.plan.nodes import Node
@@ -42,7 +42,6 @@ CACHE_ALIGNMENT: Final = 16
 """Alignment of a KV cache in bytes: the width of the kernels' loads. Caches lie one behind the other."""
 
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
-_SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
 
 
 def check_buffers(buffers: Iterable[Buffer]) -> None:
@@ -111,8 +110,10 @@ def check_steps(steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_w
                 _check_matrix(step, args, form, dtype)
             elif step.attends:
                 _check_attention(step, vector_warps)
-            elif step.op is _K.ROPE and 0 < len(step.params.keys() & set(_SCALING)) < len(_SCALING):
-                raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(_SCALING)}")
+            elif step.op is _K.ROPE and 0 < len(step.params.keys() & {*SCALED_ROPE}) < len(SCALED_ROPE):
+                raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(SCALED_ROPE)}")
+            elif step.op is _K.ROPE and "scale" in step.params:
+                raise InvalidProgramError("scaled cosines have no kernel")
         except InvalidProgramError as error:
             raise InvalidProgramError(f"{error}" if form.recipe is None else f"step {index}: {error}") from error
 

@@ -26,7 +26,7 @@ from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import Call, calls_of
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import LayerCache
-from flywheel.models.forward import PLAIN, Plain, as_heads, frequencies_of, rope_key, rope_turns, rotate, run_calls
+from flywheel.models.forward import PLAIN, Plain, as_heads, rope_key, rope_turns, rotate, run_calls, turning_of
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
@@ -167,16 +167,23 @@ class TorchDecoder:
 
         # Tensors of their own: writes to views of one tensor would make a compiled step copy all of it.
         self._caches = [(empty(), empty()) for _ in weights.layers]
+        graph = decode_step(spec, context, DType.BF16)  # of any type
         turns = {  # [context, 1, head_dim] each
             key: tuple([table.to(device) for table in rope_turns(torch.arange(context), each)])
-            for key, each in frequencies_of(each.call for each in chain(*weights.layers)).items()
+            for key, each in turning_of(graph).items()
         }
         self._prologue, self._epilogue = weights.prologue, weights.epilogue
 
-        def turned(held: BoundCall) -> BoundCall:
-            return held._replace(tensors=turns[rope_key(held.call.params)]) if held.call.kind is _K.ROPE else held
+        def turned(held: BoundCall, kind: int) -> BoundCall:
+            if held.call.kind is not _K.ROPE:
+                return held
+            params = next(op.params for op in graph.kinds[kind].ops if op.name == held.call.names[0])
+            return held._replace(tensors=turns[rope_key(params)])
 
-        self._layers = [tuple(map(turned, block)) for block in weights.layers]
+        self._layers = [
+            tuple([turned(held, kind) for held in block])
+            for kind, block in zip(graph.order, weights.layers, strict=True)
+        ]
 
     def step(self, token_id: int, position: int) -> Step:
         """See `DecodeSession.step`. Logits are float32."""

@@ -103,6 +103,7 @@ def make_request(
         raise UsageError("prompt: has no tokens; at least one is needed")
     if len(prompt) > context:
         raise ContextError(f"prompt: its {len(prompt)} tokens do not fit the context of {context}")
+    check_turns(spec, context, len(prompt))
     if max_tokens < 1:
         raise UsageError(f"max tokens: {max_tokens} is not positive")
     if request.positions > context:
@@ -206,6 +207,17 @@ def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> N
         check_place(spec, context, token_id, position)
 
 
+def check_turns(spec: DecoderSpec, context: int, length: int) -> None:
+    """Raises UsageError for a prompt of so many tokens, all of which the model would turn by other frequencies than a
+    program for `context` does."""
+    limit = spec.turned_anew
+    if limit is not None and length <= limit < context:
+        raise UsageError(
+            f"prompt: {length} tokens at context {context}; {spec.name} has other RoPE frequencies beyond {limit} "
+            f"tokens: give it more than {limit}, or a context up to {limit}"
+        )
+
+
 def check_join(
     spec: DecoderSpec, context: int, taken: Container[int], row: int, prompt: Sequence[int], positions: int
 ) -> None:
@@ -217,5 +229,6 @@ def check_join(
         raise UsageError(f"{spec.name}: a sequence without a token")
     check_prompt(spec, context, prompt)
     check_place(spec, context, prompt[-1], positions - 1)
+    check_turns(spec, context, len(prompt))
     if positions < len(prompt):
         raise UsageError(f"{spec.name}: {positions} positions for a prompt of {len(prompt)} tokens")

@@ -26,7 +26,8 @@ from flywheel.ir.access import multi_row_buffers
 from flywheel.judge.verdicts import Judge, make_judge
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
 

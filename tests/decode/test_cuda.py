@@ -17,7 +17,8 @@ from flywheel.judge.verdicts import make_judge, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.runtime.sequences import make_request
 from flywheel.tensors import TORCH_DTYPES

@@ -343,9 +343,9 @@ def test_the_first_position_of_a_long_text_is_named_and_later_ones_see_earlier_o
     assert watching.found is None
     assert torch.allclose(logits[-1], wanted, rtol=1e-3, atol=1e-3)
     halves = {key: each.half() for key, each in {**weights, DOWN: weights[DOWN] * 1e6}.items()}
-    assert explain_text(deep, halves, DType.F16, text) == "; the oracle's tensors are all finite"
+    assert explain_text(deep, halves, DType.F16, 400, text) == "; the oracle's tensors are all finite"
     halves[EMBED][61] = 6.4e4
-    told = explain_text(deep, halves, DType.F16, [*text[:200], 61, *text[:99]])
+    told = explain_text(deep, halves, DType.F16, 400, [*text[:200], 61, *text[:99]])
     assert told == "; first in layer 0, x_out: inf in float16, at position 200"
 
 
@@ -360,5 +360,5 @@ def run_watched(own: OracleWeights, watching: _Watching, text: list[int], start:
         return take(names, made, parts)
 
     hand: Any = SimpleNamespace(groups=watching.groups, given=watching.given, take=keep, past=watching.past)
-    run_forced(own, torch.tensor(text)[:, None], torch.arange(start, start + len(text)), hand)
+    run_forced(own, torch.tensor(text)[:, None], torch.arange(start, start + len(text)), 400, hand)
     return found[0]

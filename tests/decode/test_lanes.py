@@ -22,7 +22,8 @@ from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.runtime.sequences import GREEDY, Sampling, make_request
 from flywheel.tensors import TORCH_DTYPES

@@ -14,7 +14,8 @@ from flywheel.ir import TARGETS
 from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling, YarnRope
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.search.knobs import KNOBS, Choice
 from flywheel.search.space import make_space
@@ -23,7 +24,7 @@ from flywheel.tensors import TORCH_DTYPES
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32)},
-    "mistral": {},
+    "mistral": {"rope_scaling": YarnRope(4.0, 16, 1.25), "rotary_dim": 2},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "smollm3": {"nope_every": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True},

@@ -13,7 +13,8 @@ from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
 
@@ -63,7 +64,7 @@ def test_positions_behind_the_prompt_are_forgotten_and_other_sequences_are_not()
     program = lower(decode_step(SMALL, CONTEXT, DType.F32, 2), ScheduleConfig(), replace(TARGETS["h100"], num_sms=6))
     weights = random_weights(SMALL, 1, torch.float32)
     session = ReferenceSession(program, SMALL, weights)
-    run = Prefill(SMALL, weights)
+    run = Prefill(SMALL, weights, CONTEXT)
     run(PROMPT, session.caches, row=0)
     run(PROMPT[:9], session.caches, row=1)
     run(PROMPT[:4], session.caches, row=0)

@@ -55,7 +55,7 @@ def emulated_session(
         )
         model = SimpleNamespace(
             spec=spec, dtype=interface.dtype, context=interface.context, batch=interface.batch, caches=caches,
-            prefill=Prefill(spec, weights), weights=weights, finish_torch=lambda: None,
+            prefill=Prefill(spec, weights, interface.context), weights=weights, finish_torch=lambda: None,
         )  # fmt: skip
         taps = find_taps(program, spec, interface)
         whole = as_whole(program, spec)

@@ -9,7 +9,8 @@ from pathlib import Path
 from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, save_program
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 
 FOLDER = Path(__file__).parent
 TARGET = replace(TARGETS["h100"], name="four", num_sms=4, note="")

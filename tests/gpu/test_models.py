@@ -19,7 +19,8 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind, random_weights
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload

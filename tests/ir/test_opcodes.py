@@ -54,7 +54,7 @@ def test_every_required_param_has_a_type_and_every_inherited_one_is_a_param() ->
     assert required <= PARAM_FIELDS.keys()
     assert RECIPE_PARAM_FIELDS.keys() - PARAM_FIELDS.keys() >= STEPS_ALONE
     assert INHERITED_PARAMS <= PARAM_FIELDS.keys() <= RECIPE_PARAM_FIELDS.keys()
-    assert set(RECIPE_PARAM_FIELDS.values()) == {"i", "f"}
+    assert set(RECIPE_PARAM_FIELDS.values()) == {"i", "f", "t"}
 
 
 def test_versions_and_limits_are_as_specified() -> None:

@@ -74,7 +74,7 @@ def test_a_cuda_graph_can_capture_the_oracles_pass(family: str, together: tuple[
     past = torch.randn(4, 2, 2, spec.n_kv_heads, 9, spec.head_dim)
     scores = Scores()
     with Capturing():
-        run_forced(own, torch.zeros(3, 2, dtype=torch.int64), torch.arange(3), Scoring(past, together, scores))
+        run_forced(own, torch.zeros(3, 2, dtype=torch.int64), torch.arange(3), 3, Scoring(past, together, scores))
     assert scores.scored().worst((0, 1, 2), 2)[0] == 0.0
 
 

@@ -17,7 +17,8 @@ from flywheel.ir.recipe import Recipe, recipe_of
 from flywheel.judge.verdicts import default_positions, judge_repeated, verify
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference import BoundProgram

@@ -34,7 +34,8 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.families import count_params
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload

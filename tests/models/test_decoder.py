@@ -10,7 +10,8 @@ from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import cache_names, decode_step
 from flywheel.models.families import count_params
 from flywheel.models.graph import Block, Graph
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 
 PLAIN = DecoderSpec("plain", "llama", 64, 96, 2, 4, 2, 16, 300, 1e4, 1e-5, 128)
 QWEN2 = replace(PLAIN, name="qwen2", family="qwen2", qkv_bias=True)

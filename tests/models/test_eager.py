@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from flywheel.errors import UsageError, WeightsError
-from flywheel.models.eager import EagerDecoder, rope_frequencies
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.eager import EagerDecoder, rope_table
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 
 LLAMA = DecoderSpec("tiny", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 1024)
@@ -111,7 +112,7 @@ def test_weights_of_the_right_dtype_are_shared() -> None:
 
 
 def test_rope_turns_low_frequencies_slower_when_scaled() -> None:
-    plain, scaled = rope_frequencies(LLAMA), rope_frequencies(SCALED)
+    plain, scaled = (rope_table(spec.rope_of(0), spec, False)[0] for spec in (LLAMA, SCALED))
     turns = 64 * plain / (2 * math.pi)
     torch.testing.assert_close(plain, 1e4 ** -(torch.arange(8) / 8))
     assert torch.equal(scaled[turns > 4], plain[turns > 4])

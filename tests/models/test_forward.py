@@ -6,22 +6,21 @@ import pytest
 import torch
 
 from flywheel.ir import DType, InstructionKind
-from flywheel.models.calls import Call, calls_of
+from flywheel.models.calls import Call
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import rope_frequencies
-from flywheel.models.forward import PLAIN, frequencies_of, rope_turns, rotate
+from flywheel.models.eager import rope_table
+from flywheel.models.forward import PLAIN, rope_turns, rotate, turning_of
 
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_angles_are_the_oracles_for_every_known_model(name: str) -> None:
     spec = CATALOG[name]
     graph = decode_step(spec, 1, DType.BF16)
-    found = frequencies_of(call for block in graph.kinds for call in calls_of(graph, block, frozenset()))
-    (frequencies,) = found.values()
-    assert torch.equal(frequencies, rope_frequencies(spec))
-    cosines, sines = rope_turns(torch.arange(64), frequencies)
-    angles, half = torch.outer(torch.arange(64).float(), frequencies), spec.head_dim // 2
+    (turning,) = turning_of(graph).values()
+    assert torch.equal(turning, rope_table(spec.rope_of(0), spec, False))
+    cosines, sines = rope_turns(torch.arange(64), turning)
+    angles, half = torch.outer(torch.arange(64).float(), turning[0]), spec.head_dim // 2
     assert torch.equal(cosines[:, 0], angles.cos().repeat(1, 2))
     assert torch.equal(sines[:, 0, half:], angles.sin())
     assert torch.equal(sines[:, 0, :half], -angles.sin())
@@ -29,7 +28,8 @@ def test_angles_are_the_oracles_for_every_known_model(name: str) -> None:
 
 def test_a_rotation_turns_pairs_half_a_head_apart() -> None:
     x = torch.randn(3, 2 * 8)
-    cosines, sines = rope_turns(torch.tensor([0, 5, 9]), torch.tensor([1.0, 0.5, 0.25, 0.125]))
+    turning = torch.tensor([[1.0, 0.5, 0.25, 0.125], [1.0] * 4])
+    cosines, sines = rope_turns(torch.tensor([0, 5, 9]), turning)
     made = rotate(x, cosines, sines).view(3, 2, 8)
     angles = torch.outer(torch.tensor([0.0, 5.0, 9.0]), torch.tensor([1.0, 0.5, 0.25, 0.125]))[:, None]
     low, high = x.view(3, 2, 8).chunk(2, -1)

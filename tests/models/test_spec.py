@@ -10,12 +10,11 @@ import pytest
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.catalog import CATALOG
 from flywheel.models.families import count_params, layer_weight_shapes
+from flywheel.models.rope import Rope, RopeScaling
 from flywheel.models.spec import (
     LAYER_WEIGHT_KEYS,
     MODEL_WEIGHT_KEYS,
     DecoderSpec,
-    Rope,
-    RopeScaling,
     layer_weight_key,
     model_weight_key,
     model_weight_shapes,
@@ -97,7 +96,7 @@ def test_a_dimension_that_is_not_a_positive_int32_is_rejected(field: str, value:
         ({"norm_eps": -1e-5}, "norm_eps"),
         ({"rope_scaling": dataclasses.replace(LLAMA3, factor=0.0)}, "rope_scaling.factor"),
         ({"rope_scaling": dataclasses.replace(LLAMA3, low_freq_factor=4.0)}, "rope_scaling.low_freq_factor"),
-        ({"rope_scaling": dataclasses.replace(LLAMA3, high_freq_factor=nan)}, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": dataclasses.replace(LLAMA3, high_freq_factor=nan)}, "rope_scaling.high_freq_factor"),
         ({"rope_scaling": dataclasses.replace(LLAMA3, original_max_position=0)}, "rope_scaling.original_max_position"),
     ],
 )

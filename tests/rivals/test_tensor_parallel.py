@@ -13,7 +13,8 @@ from ranks_at_work import Case, die_in_company, fail_alone, refuse_in_company, s
 
 from flywheel.errors import ConfigError, FlywheelError, NoGpuError, UsageError, WorkerDiedError
 from flywheel.ir import DType
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_weights
 from flywheel.rivals.rank_processes import run_ranks
 from flywheel.rivals.tensor_parallel import shard_of

@@ -24,7 +24,8 @@ from flywheel.models.families import layer_weight_shapes
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import quantise, quantised
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
 from flywheel.rivals.products import Coded, multiply

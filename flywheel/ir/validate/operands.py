@@ -90,12 +90,27 @@ def _param_faults(row: Operation, params: Mapping[str, Any], inputs: Sequence[Bu
     given = [name for name in row.together if name in params]
     if given and len(given) < len(row.together):
         yield "bad-param", f"{given[0]} without all of {', '.join(row.together)}"
+    if row.table is not None:
+        yield from _table_faults(params, *row.table, row.without)
     if row.alone is not None and len(inputs) == 1 and row.alone not in params:
         yield "missing-param", f"one input needs param {row.alone}"
+    yield from _axis_faults(row, params, inputs)
+
+
+def _axis_faults(row: Operation, params: Mapping[str, Any], inputs: Sequence[Buffer]) -> Iterator[OperandFault]:
     if row.axis is not None and row.axis in params:
         rank, axis = len(inputs[0].shape), params[row.axis]
         if not -rank <= axis < rank:
             yield "bad-param", f"{row.axis}={axis} is not one of the {rank} dimensions of {_name(inputs[0])}"
+
+
+def _table_faults(
+    params: Mapping[str, Any], name: str, twice: str, without: Sequence[str]
+) -> Iterator[OperandFault]:
+    if 2 * len(params[name]) != params[twice]:
+        yield "bad-param", f"{name} has {len(params[name])} numbers, not half of {twice}={params[twice]}"
+    if beside := [other for other in without if other in params]:
+        yield "bad-param", f"{beside[0]} beside {name}"
 
 
 def _type_faults(row: Operation, bound: Bound) -> Iterator[OperandFault]:

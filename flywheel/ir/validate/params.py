@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Final
 
-from flywheel.ir.opcodes import LEAST, POSITIVE, STEPS_ALONE, InstructionKind, KvRows
+from flywheel.ir.opcodes import LEAST, MAX_TABLE, POSITIVE, STEPS_ALONE, InstructionKind, KvRows
 from flywheel.ir.records import Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.version import ABI_MAX_ROWS
 
 _INT32: Final = 2**31
+_FLOAT32: Final = (2.0 - 2.0**-23) * 2.0**127
 
 
 def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str], findings: Findings) -> None:
@@ -42,7 +43,9 @@ def _where(task: Task) -> str:
 
 
 def param_fault(name: str, value: Any, kind: str) -> str | None:
-    """The fault of one param, or None. `kind` is 'i' (int32) or 'f' (real)."""
+    """The fault of one param, or None. `kind` is 'i' (int32), 'f' (real) or 't' (a table of reals)."""
+    if kind == "t":
+        return _table_fault(name, value)
     if kind == "i":
         if type(value) is not int:
             return f"{name}={show(value)} is not an int"
@@ -57,6 +60,13 @@ def param_fault(name: str, value: Any, kind: str) -> str | None:
     if name in ("sequence", "lane") and value >= ABI_MAX_ROWS:
         return f"{name}={value} is not one of {ABI_MAX_ROWS}"
     return None
+
+
+def _table_fault(name: str, value: Any) -> str | None:
+    if type(value) is not tuple or not 1 <= len(value) <= MAX_TABLE:
+        return f"{name}={show(value)} is not 1..{MAX_TABLE} numbers"
+    wrong = next((each for each in value if type(each) is not float or not 0.0 <= each <= _FLOAT32), None)
+    return None if wrong is None else f"{name} has {show(wrong)}, not a float of at least 0"
 
 
 def _rows_fault(params: Mapping[str, Any]) -> str | None:

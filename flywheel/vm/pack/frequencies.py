@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+from flywheel.ir.operations import SCALED_ROPE
 
-_SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
+Floats = npt.NDArray[np.float32]
 
 
 class Frequencies:
@@ -20,16 +20,22 @@ class Frequencies:
     __slots__ = ("_offsets", "_size", "_tables")
 
     def __init__(self) -> None:
-        self._offsets: dict[tuple[int, float, tuple[float, ...]], int] = {}
+        self._offsets: dict[tuple[object, ...], int] = {}
         self._tables: list[Floats] = []
         self._size = 0
 
     def offset(self, params: Mapping[str, Any]) -> int:
         """The place where a ROPE step's frequencies begin."""
-        given = tuple(float(params[name]) for name in _SCALING if name in params)
+        if "frequencies" in params:
+            numbers: tuple[float, ...] = params["frequencies"]
+            return self._offset(numbers, lambda: np.array(numbers, np.float32))
+        given = tuple(float(params[name]) for name in SCALED_ROPE if name in params)
         key = (int(params["head_dim"]), float(params["theta"]), given)
+        return self._offset(key, lambda: inverse_frequencies(*key))
+
+    def _offset(self, key: tuple[object, ...], make: Callable[[], Floats]) -> int:
         if key not in self._offsets:
-            table = inverse_frequencies(*key)
+            table = make()
             self._offsets[key] = self._size
             self._tables.append(table)
             self._size += len(table)

@@ -14,26 +14,37 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from flywheel.ir.operations import SCALED_ROPE
 from flywheel.vm.reference.operands import Params, flat, split, store
 
 PARTIAL_EXTRA: Final = 2
-
-_SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
 
 
 def rope(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """Rotate-half embedding of x [S, n_heads, head_dim], or of any view of it, at positions [S].
 
-    With the four `rope_*` params, frequencies are scaled as in Llama 3.1.
+    With the four `rope_*` params, frequencies are scaled as in Llama 3.1; with `frequencies`, they are these. Cosines
+    and sines of those above 0 are multiplied by `scale`, if there is one.
     """
     x, positions = inputs
     head_dim = params["head_dim"]
-    given = tuple(float(params[name]) for name in _SCALING if name in params)
-    frequencies = inverse_frequencies(head_dim, float(params["theta"]), given, x.device)
+    if "frequencies" in params:
+        frequencies = _table(params["frequencies"], x.device)
+    else:
+        given = tuple(float(params[name]) for name in SCALED_ROPE if name in params)
+        frequencies = inverse_frequencies(head_dim, float(params["theta"]), given, x.device)
     angles = positions.reshape(-1, 1, 1).float() * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if "scale" in params:
+        gains = torch.where(frequencies > 0, params["scale"], 1.0)
+        cos, sin = cos * gains, sin * gains
     low, high = x.reshape(positions.numel(), -1, head_dim).float().chunk(2, dim=-1)
     store(out, torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
+
+
+@lru_cache(maxsize=64)
+def _table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from flywheel.errors import IrFormatError
 from flywheel.ir import TARGETS, Buffer, BufferKind, Counter, DType, InstructionKind, MegakernelProgram, Task, validate
-from flywheel.ir.recipe import recipe_from_dict
+from flywheel.ir.recipe import recipe_from_dict, recipe_to_dict
 
 _F32, _BF16, _I32, _I4 = DType.F32, DType.BF16, DType.I32, DType.I4
 _IN, _OUT, _CACHE, _ACT = BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE, BufferKind.ACTIVATION
@@ -235,3 +236,42 @@ def test_rope_is_scaled_by_all_of_its_params_or_none() -> None:
 def test_one_factor_alone_needs_a_scale() -> None:
     assert only(program("MUL", [f32(8)], f32(8, kind=_OUT)))[0] == "missing-param"
     assert faults(program("MUL", [f32(8)], f32(8, kind=_OUT), scale=2.0)) == []
+
+
+def turned(**params: Any) -> MegakernelProgram:
+    step = {"op": "ROPE", "args": [{"in": 0}, {"in": 1}], "out": "final", "out_shape": [1, 8], "out_dtype": "F32"}
+    recipe = recipe_from_dict({"steps": [{**step, "params": {"head_dim": 8, **params}}]})
+    return program("FUSED", [f32(1, 8), (_IN, _I32, (1,))], OUT8, recipe=recipe)
+
+
+def test_rope_may_have_its_frequencies_in_place_of_a_base() -> None:
+    assert faults(turned(frequencies=[1.0, 0.5, 1, 0.0], scale=1.2)) == []
+    assert only(turned(frequencies=[1.0] * 3))[1] == (
+        "step 0: ROPE: frequencies has 3 numbers, not half of head_dim=8"
+    )
+    assert only(turned(frequencies=[1.0] * 4, theta=1e4))[1] == "step 0: ROPE: theta beside frequencies"
+    for table, fault in {
+        (1.0, 0.5, -1.0, 0.0): "frequencies has -1.0, not a float of at least 0",
+        (1e39,) * 4: "frequencies has 1e+39, not a float of at least 0",
+        (): "frequencies=[] is not 1..4096 numbers",
+    }.items():
+        wanted = [("bad-recipe", f"task 7 (made): recipe: step 0: ROPE: param {fault}")]
+        assert faults(turned(frequencies=list(table))) == wanted
+    assert "is not 1..4096 numbers" in faults(turned(frequencies=[0.0] * 4097))[0][1]
+    ((code, text),) = faults(program("ROPE", [f32(1, 8), (_IN, _I32, (1,))], OUT8, head_dim=8, theta=1e4,
+                                     frequencies=(1.0,) * 4))  # fmt: skip
+    assert (code, text) == ("bad-param", "task 7 (made): frequencies is a param of a recipe's step alone")
+
+
+@pytest.mark.parametrize("given", [1.0, "x", [None], [[1.0]], [True], [2**40], {"0": 1.0}])
+def test_frequencies_that_are_no_list_of_numbers_are_not_read(given: object) -> None:
+    with pytest.raises(IrFormatError, match="frequencies: expected a"):
+        turned(frequencies=given)
+
+
+def test_equal_frequencies_are_one_recipe_and_are_written_as_they_are_read() -> None:
+    tables = [1, 0.5, 0.25, -0.0], [1.0, 0.5, 0.25, 0.0]
+    first, second = (turned(frequencies=table).tasks[0].params["recipe"] for table in tables)
+    assert first is second
+    assert recipe_to_dict(first)["steps"][0]["params"] == {"head_dim": 8, "frequencies": [1.0, 0.5, 0.25, 0.0]}
+    assert recipe_from_dict(recipe_to_dict(first)) is first

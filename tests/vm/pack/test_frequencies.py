@@ -28,3 +28,11 @@ def test_steps_that_rotate_alike_share_a_table() -> None:
     offsets = [frequencies.offset(params) for params in (plain, scaled, dict(plain), {**plain, "theta": 5e5})]
     assert offsets == [0, 4, 0, 8]
     assert np.array_equal(frequencies.table()[4:8], inverse_frequencies(8, 1e4, LLAMA))
+
+
+def test_a_table_of_a_program_stands_as_it_is() -> None:
+    frequencies = Frequencies()
+    table = {"head_dim": 8, "frequencies": (1.0, 0.1, 0.25, 0.0)}
+    offsets = [frequencies.offset(params) for params in ({"head_dim": 4, "theta": 1e4}, table, dict(table))]
+    assert offsets == [0, 2, 2]
+    assert frequencies.table()[2:].tolist() == [1.0, np.float32(0.1), 0.25, 0.0]

@@ -12,7 +12,8 @@ from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.fusion import patterns_of
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 
 CONTEXT = 48
 FEW = replace(TARGETS["h100"], name="few", num_sms=3, note="")

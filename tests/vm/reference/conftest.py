@@ -23,7 +23,8 @@ from flywheel.ir import (
 )
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.rope import RopeScaling
+from flywheel.models.spec import DecoderSpec
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48

@@ -177,3 +177,22 @@ def test_rope_scaling_follows_the_llama3_rule() -> None:
     out = torch.empty(1, 3, 32)
     rope([x, torch.tensor([100], dtype=torch.int32)], out, params)
     torch.testing.assert_close(out.double(), rotated(x, [100], frequencies), rtol=1e-4, atol=2e-5)
+
+
+def test_rope_turns_by_the_frequencies_that_it_is_given() -> None:
+    x = torch.randn((2, 3, 8), generator=torch.Generator().manual_seed(0))
+    table, positions = (1.5, 0.25, 0.0, 0.0), [3, 40]
+    at, out = torch.tensor(positions, dtype=torch.int32), torch.empty(2, 3, 8)
+    params = {"head_dim": 8, "frequencies": table}
+    rope([x, at], out, params)
+    wanted = rotated(x, positions, list(table))
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=2e-5)
+    rope([x, at], out, {**params, "scale": 1.25})
+    still = [2, 3, 6, 7]
+    assert torch.equal(out[..., still], x[..., still])
+    moved = [0, 1, 4, 5]
+    torch.testing.assert_close(out[..., moved].double(), 1.25 * wanted[..., moved], rtol=1e-4, atol=2e-5)
+    rope([x, at], out, {"head_dim": 8, "theta": 1e4, "scale": 2.0})
+    plain = torch.empty(2, 3, 8)
+    rope([x, at], plain, {"head_dim": 8, "theta": 1e4})
+    assert torch.equal(out, 2 * plain)
