@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import DType
+from flywheel.ir import Buffer, DType
 from flywheel.plan.formats import UNIT_K
 from flywheel.plan.program import Plan
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import FRAGMENT_K, FRAGMENT_ROWS
-from flywheel.plan.step import MatrixCoding, PlannedStep, x_rows
+from flywheel.plan.step import Form, MatrixCoding, PlannedStep, x_rows
 from flywheel.plan.variant import KernelVariant
 
 Ints = npt.NDArray[np.int64]
@@ -64,9 +64,11 @@ class MatrixBlocks(NamedTuple):
     nbytes: Ints
 
 
-def matrix_blocks(coded: Mapping[int, MatrixCoding], dtype: DType, buffers: int) -> MatrixBlocks:
-    """The blocks of matrices in so many buffers, of which those that are not quantised have elements of `dtype`."""
-    blocks = MatrixBlocks(np.ones(buffers, np.int64), np.full(buffers, fragment_bytes(dtype), np.int64))
+def matrix_blocks(coded: Mapping[int, MatrixCoding], buffers: Sequence[Buffer]) -> MatrixBlocks:
+    """The blocks of the matrices in buffers, of which `coded` are quantised."""
+    nbytes = np.zeros(max(DType) + 1, np.int64)
+    nbytes[list(DType)] = [fragment_bytes(dtype) for dtype in DType]
+    blocks = MatrixBlocks(np.ones(len(buffers), np.int64), nbytes[[each.dtype for each in buffers]])
     for row, each in coded.items():
         blocks.fragments[row], blocks.nbytes[row] = UNIT_K // FRAGMENT_K, each.coding.unit_bytes
     return blocks
@@ -139,16 +141,17 @@ def row_chunks(plan: Plan) -> tuple[tuple[int, ...], ...]:
     np.maximum.at(highest, product, _tile(plan, products, task, product)[1])
     blocks = iter(highest.tolist())
     return tuple([
-        tuple([_row_chunks(routine.steps[place], next(blocks), made.dtype, variant) for place in routine.matrices])
+        tuple([_row_chunks(routine.steps[place], next(blocks), routine.form, variant) for place in routine.matrices])
         for routine in made.by_form
     ])  # fmt: skip
 
 
-def _row_chunks(step: PlannedStep, blocks: int, dtype: DType, variant: KernelVariant) -> int:
+def _row_chunks(step: PlannedStep, blocks: int, form: Form, variant: KernelVariant) -> int:
     if step.sliced is not None:
         return variant.matrix_warps
     if step.coded is None:
-        return int(chunking(-(-step.depth // FRAGMENT_K), fragment_bytes(dtype), variant.chunk_bytes)[1])
+        nbytes = fragment_bytes(form.inputs[step.args[1]].dtype)
+        return int(chunking(-(-step.depth // FRAGMENT_K), nbytes, variant.chunk_bytes)[1])
     units = -(-step.depth // UNIT_K)
     least = int(chunking(units, step.coded.coding.unit_bytes, variant.chunk_bytes)[1])
     return quickest_chunks(units, least, blocks, variant) if blocks else least

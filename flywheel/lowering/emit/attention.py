@@ -159,7 +159,7 @@ def _emit_windows(
     recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in _heads(scope)]
     sets = []
     for window, output in zip(windows, outputs, strict=True):
-        tile_bytes, flops = _attend_cost(scope, window["kv_len"])
+        tile_bytes, flops = _attend_cost(scope, _caches(scope, attention, 0), window["kv_len"])
         for head in _heads(scope):
             if len(graph.streams) == 1 and len(ops) == 1:
                 inputs = (attention.inputs[0], *_caches(scope, attention, head))
@@ -226,18 +226,19 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
     window = {"kv_start": 0, "kv_len": graph.context}
     if not whole:
         window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
-    tile_bytes, flops = _attend_cost(scope, window["kv_len"])
+    caches = _caches(scope, attention, head)
+    tile_bytes, flops = _attend_cost(scope, caches, window["kv_len"])
     own = {**_sequence(scope, head), "pos": pos}
     params = {**window, **own, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
-    outputs = (output, *_caches(scope, attention, head))
+    outputs = (output, *caches)
     return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, output,
                    one_tile(params, tile_bytes, flops))  # fmt: skip
 
 
 def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: Output) -> None:
-    cache = builder.operand(_cache(scope, op, head))
+    cache = _cache(scope, op, head)
     width = scope.graph.context * scope.graph.head_dim
-    builder.step(_K.KV_APPEND, [rows, cache], width, scope.dtype, {}, out)
+    builder.step(_K.KV_APPEND, [rows, builder.operand(cache)], width, scope.tensor(cache).dtype, {}, out)
 
 
 def _attend(
@@ -277,10 +278,10 @@ def _head_value(
         return made[name]
     maker = ops.get(name)
     if maker is None:
-        return builder.columns(name, head * width, width, scope.dtype)
+        return builder.columns(name, head * width, width, scope.tensor(name).dtype)
     value = _head_value(scope, builder, ops, maker.inputs[0], head, width, made)
     operands = [value, *(made.get(operand) or builder.operand(operand) for operand in maker.inputs[1:])]
-    return builder.step(maker.kind, operands, width, scope.dtype, maker.params)
+    return builder.step(maker.kind, operands, width, scope.tensor(name).dtype, maker.params)
 
 
 def _own_position(scope: Scope, builder: RecipeBuilder, ops: Mapping[str, Op], head: int) -> dict[str, Arg]:
@@ -314,7 +315,8 @@ def _caches(scope: Scope, attention: Op, head: int) -> tuple[str, ...]:
     return tuple(f"{name}.{scope.graph.cache_streams[head]}" for name in attention.inputs[1:])
 
 
-def _attend_cost(scope: Scope, length: int) -> tuple[int, int]:
+def _attend_cost(scope: Scope, caches: Sequence[str], length: int) -> tuple[int, int]:
     """(bytes of K and V that a tile streams, its floating-point operations)."""
     graph = scope.graph
-    return 2 * graph.dtype.nbytes(length * graph.head_dim), 4 * graph.group * graph.head_dim * length
+    nbytes = sum(scope.tensor(name).dtype.nbytes(length * graph.head_dim) for name in caches)
+    return nbytes, 4 * graph.group * graph.head_dim * length

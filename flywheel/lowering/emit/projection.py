@@ -71,15 +71,16 @@ def _recipe(
     batch = scope.graph.batch
     if partials:
         source = anchors[0].inputs[0]
-        width = scope.tensor(source).width
+        made = scope.tensor(source)
         args = [builder.operand(part) for part in partials]
-        values[source] = builder.step(_K.ATTENTION_COMBINE, args, width, scope.dtype, scope.heads(), rows=batch)
+        values[source] = builder.step(
+            _K.ATTENTION_COMBINE, args, made.width, made.dtype, scope.heads(), rows=batch
+        )
     for op in before:
         args = [builder.operand(operand) for operand in op.inputs]
-        width = scope.tensor(op.output).width
-        values[op.output] = builder.step(op.kind, args, width, scope.dtype, op.params, rows=batch)
+        made = scope.tensor(op.output)
+        values[op.output] = builder.step(op.kind, args, made.width, made.dtype, op.params, rows=batch)
     final = (after or anchors)[-1]
-    dtype = scope.tensor(final.output).dtype
     for op in anchors:
         args = [values.get(op.inputs[0]) or builder.operand(op.inputs[0]), *_weights(scope, builder, op, rows)]
         out = FINAL if op is final else None
@@ -91,7 +92,9 @@ def _recipe(
     for op in after:
         args = [values.get(operand) or _own_columns(builder, operand, rows, scope) for operand in op.inputs]
         out = FINAL if op is final else None
-        values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out, batch)
+        values[op.output] = builder.step(
+            op.kind, args, rows, scope.tensor(op.output).dtype, op.params, out, batch
+        )
     return builder.build(), tuple(builder.inputs)
 
 
@@ -108,7 +111,10 @@ def _weights(scope: Scope, builder: RecipeBuilder, op: Op, rows: int) -> list[Ar
     }
     stored = [builder.operand(each) for each in quantised_names(name, tensor.format)]
     matrix = builder.step(_K.DEQUANT, stored, tensor.width, DType.F32, params, rows=rows)
-    return [matrix, *(builder.step(_K.COPY, [builder.operand(each)], rows, scope.dtype) for each in bias)]
+    return [
+        matrix,
+        *(builder.step(_K.COPY, [builder.operand(each)], rows, scope.tensor(each).dtype) for each in bias),
+    ]
 
 
 def _tile_bytes(scope: Scope, op: Op, rows: int) -> int:
@@ -118,13 +124,13 @@ def _tile_bytes(scope: Scope, op: Op, rows: int) -> int:
         return tensor.dtype.nbytes(rows * tensor.width)
     whole = tensor.format
     scales = -(-rows // whole.rows_per_scale(tensor.shape)) * whole.scale_shape(tensor.shape)[1]
-    return tensor.dtype.nbytes(rows * tensor.width) + scales * whole.scale_bytes(scope.dtype)
+    return tensor.dtype.nbytes(rows * tensor.width) + scales * whole.scale_bytes(scope.graph.dtype)
 
 
 def _own_columns(builder: RecipeBuilder, name: str, rows: int, scope: Scope) -> Arg:
     """The task's own columns of operand `name`: a COPY that inherits n_off and N_tile."""
-    batch = scope.graph.batch
-    return builder.step(_K.COPY, [builder.operand(name)], rows, scope.dtype, _over_rows(batch), rows=batch)
+    batch, dtype = scope.graph.batch, scope.tensor(name).dtype
+    return builder.step(_K.COPY, [builder.operand(name)], rows, dtype, _over_rows(batch), rows=batch)
 
 
 def _matrix_op(batch: int) -> InstructionKind:

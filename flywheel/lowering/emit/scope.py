@@ -57,11 +57,6 @@ class Scope:
     rank: int = 0
     ranks: int = 1
 
-    @property
-    def dtype(self) -> DType:
-        """Element type of activations and weights."""
-        return self.graph.dtype
-
     def tensor(self, name: str) -> Tensor:
         """The tensor of a name. Partials, which come from tiling, have names but no entry in the graph."""
         if name.startswith(PARTIAL):

@@ -144,7 +144,7 @@ def pack_plan(plan: Plan) -> PackedProgram:
         running, sums = _take_sums(instructions, plan.adding, plan.part)
         instructions = picked(instructions, running)
         queues = np.searchsorted(running, queues).astype(np.int32)
-    blocks = matrix_blocks(coded, dtype, len(program.buffers))
+    blocks = matrix_blocks(coded, program.buffers)
     stream = stream_of(plan, running, staged[running], chunks, blocks)
     segments, segment_buffers, streams = segments_of(stream, blocks, coded, buffers, instructions, queues)
     spilled = max((template.spilled_bytes for template in templates), default=0)
