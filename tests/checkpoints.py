@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flywheel.models.hf import load_spec
+from flywheel.models.stored import stored
 from flywheel.models.weights import random_weights
 
 WRITTEN: Final = Path(__file__).parent / "models" / "quantised"
@@ -151,14 +152,14 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., Matrix], str]] = {
 
 
 def write(folder: Path, kind: str, group: int = 32, **changes: Any) -> dict[str, Floats]:
-    """A checkpoint of that kind, with other fields in its config.json; what its matrices mean, by key."""
+    """A checkpoint of that kind, with other fields in its config.json; what its matrices mean, by stored key."""
     scheme, make, _ = KINDS[kind]
     sized = {"group_size": group} if "group_size" in scheme else {}
     (folder / "config.json").write_text(json.dumps(described(quantization_config={**scheme, **sized}, **changes)))
     spec, chance = load_spec(folder), np.random.default_rng(7)
     tensors: dict[str, Tensor] = {}
     meant: dict[str, Floats] = {}
-    for key, tensor in random_weights(spec, 3).items():
+    for key, tensor in stored(spec, random_weights(spec, 3)).items():
         if not key.endswith("_proj.weight"):
             tensors[key] = tensor
             continue

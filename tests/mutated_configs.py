@@ -22,7 +22,7 @@ from flywheel.models.checkpoint import load_weights
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.families import FAMILIES
 from flywheel.models.hf import load_spec
-from flywheel.models.weights import checkpoint_tensors
+from flywheel.models.stored import canonical, stored_tensors
 
 SIZES: Final[Mapping[str, Any]] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -157,7 +157,8 @@ def compare(family: str, changes: Mapping[str, Any], folder: Path) -> Found:
         return Found(Ending.NOT_BUILT, family, changes, f"{type(error).__name__}: {error}")
     (folder / "config.json").write_text(json.dumps(config))  # save_pretrained wrote its own
     try:
-        decoder = EagerDecoder(spec, load_weights(folder, checkpoint_tensors(spec)), torch.float32, LENGTH)
+        weights = canonical(spec, load_weights(folder, stored_tensors(spec).shapes))
+        decoder = EagerDecoder(spec, weights, torch.float32, LENGTH)
     except FlywheelError as error:
         return Found(Ending.REFUSED, family, changes, str(error))
     count = min(LENGTH, spec.reach)

@@ -15,6 +15,7 @@ from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
 from flywheel.ir.lanes import lanes_of
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec
+from flywheel.models.stored import is_canonical
 from flywheel.models.tokenizer_files import beside_weights
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
@@ -52,15 +53,17 @@ def make_bundle(
     """The files of the bundle of a program that decodes the checkpoint in `folder`, by name. `schedule` describes the
     lowered schedule, JSON-ready. Reads all weights.
 
-    Raises UsageError for a checkpoint quantised in a layout that `runtime.weights` does not know, for a program with
-    quantised matrices where the checkpoint has none, and for several ranks or lanes; InvalidProgramError for an unsafe
-    program; WeightsError, also for a checkpoint that `open_source` refuses and for weights that are not finite,
-    TensorError, ConfigError and KernelCompileError.
+    Raises UsageError for a family whose checkpoints do not store canonical weights, for a checkpoint quantised in a
+    layout that `runtime.weights` does not know, for a program with quantised matrices where the checkpoint has none,
+    and for several ranks or lanes; InvalidProgramError for an unsafe program; WeightsError, also for a checkpoint that
+    `open_source` refuses and for weights that are not finite, TensorError, ConfigError and KernelCompileError.
     """
     if program.ranks > 1:
         raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank")
     if (lanes := lanes_of(program)) > 1:
         raise UsageError(f"bundle: a program of {lanes} lanes a sequence; bundles are of one lane")
+    if not is_canonical(spec):
+        raise UsageError(f"bundle: checkpoints of {spec.family} store other matrices than programs read; no bundle yet")
     layout = _layout_of(program, folder)
     result = validate(program, strict=True)
     if not result.ok:

@@ -22,7 +22,8 @@ from flywheel.models.hub import is_repo
 from flywheel.models.quantise import keeping, kept_bytes, same_layouts, typed
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
-from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_on_request, require_finite
+from flywheel.models.stored import canonical, stored_tensors
+from flywheel.models.weights import WeightsOnRequest, random_on_request, require_finite
 from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
@@ -138,7 +139,8 @@ def open_source(given: str, any_weights: bool = False) -> Source:
         return Source(spec.name, spec, folder, load_quantised(folder, spec, scheme), scheme, name)
     from flywheel.models.checkpoint import load_weights
 
-    return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)), None, name)
+    stored = load_weights(folder, stored_tensors(spec).shapes)
+    return Source(spec.name, spec, folder, canonical(spec, stored), None, name)
 
 
 def _check_random(name: str, folder: Path) -> None:

@@ -51,6 +51,7 @@ _SPECS: Final = (
     DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
     DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
                 nope_every=4),
+    DecoderSpec("phi-4", "phi3", 5120, 17920, 40, 40, 10, 128, 100352, 2.5e5, 1e-5, 16384),
 )  # fmt: skip
 
 CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec for spec in _SPECS})

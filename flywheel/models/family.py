@@ -18,6 +18,13 @@ WINDOW_FROM: Final = 28
 """Default of `max_window_layers` in families that have it."""
 
 
+JOINED_ATTENTION: Final = ("qkv_proj", ("q_proj", "k_proj", "v_proj"))
+"""For `Family.joined`, of checkpoints with one matrix of queries, keys and values."""
+
+JOINED_MLP: Final = ("gate_up_proj", ("gate_proj", "up_proj"))
+"""For `Family.joined`, of checkpoints with one matrix of gate and up."""
+
+
 def alike_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
     """The operations of each layer, where all layers are the same."""
     layer = (*attention_ops(spec, context, lanes), *mlp_ops(spec))
@@ -35,6 +42,8 @@ class Family:
     """(spec, context, lanes) -> the operations of each layer."""
     weights: Callable[[DecoderSpec], Mapping[str, LayerWeight]] = usual_weights
     """The weights of a layer by role: operations name them `ROLE.w`. Matrices have the roles of LAYER_MATRICES."""
+    own_code: tuple[str, ...] = ()
+    """Classes that repositories name in `auto_map` and that are what the family's code was made of."""
     n_kv_heads: int | None = None
     """None: as many as query heads."""
     head_dim: int | None = None
@@ -45,6 +54,11 @@ class Family:
     """The part of each head that RoPE turns where `partial_rotary_factor` is absent; None where it is always all."""
     original_context: int | None = None
     """`original_max_position_embeddings` where that field is absent; None where RoPE's own counts."""
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(a module of a checkpoint, the modules whose weights it stores as one, row after row, in the order of
+    LAYER_WEIGHT_KEYS)."""
+    interleaved: bool = False
+    """A checkpoint stores the elements of a pair that RoPE turns side by side."""
     tied_head: bool = False
     sliding_window: int | None = None
     window_needs_flag: bool = False

@@ -98,7 +98,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     rules = FAMILIES[fields.choice("model_type", FAMILIES)]
     _check_architecture(fields, rules)
     fields.check_neutral(NEUTRAL)
-    _check_code(fields)
+    _check_code(fields, rules)
     read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
         fields.choice("hidden_act", [name for name, own in _ACTIVATIONS.items() if own == rules.activation])
@@ -150,11 +150,15 @@ def _fixed(rules: Family) -> Neutral:
     return {field: value for field, value in fixed.items() if field not in rules.biases}
 
 
-def _check_code(fields: Fields) -> None:
-    """Raises UnsupportedModelError where the repository has model code of its own."""
+def _check_code(fields: Fields, rules: Family) -> None:
+    """Raises UnsupportedModelError where the repository has model code of its own, other than the family's."""
     code = fields.values.get(_CODE)
-    if code is None or (isinstance(code, Mapping) and not any(str(key).startswith(_OWN_CODE) for key in code)):
+    if code is None:
         return
+    if isinstance(code, Mapping):
+        own = [value for key, value in code.items() if str(key).startswith(_OWN_CODE)]
+        if all(value in rules.own_code for value in own):
+            return
     raise fields.refusal(_CODE, f"absent, or without {' and '.join(_OWN_CODE)}")
 
 

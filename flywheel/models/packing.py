@@ -20,6 +20,7 @@ from flywheel.models.formats import BLOCK, HEAD, LAYER_MATRICES, WeightFormat, W
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import is_part, matrix_keys, pack, quantised
 from flywheel.models.spec import DecoderSpec
+from flywheel.models.stored import Parts, join_parts, stored, stored_tensors
 from flywheel.models.weights import require_finite
 
 
@@ -42,24 +43,46 @@ def write_checkpoint(
     folder: Path, config: Mapping[str, Any], spec: DecoderSpec, given: Mapping[str, Tensor], formats: WeightFormats,
     dtype: DType, *, best: bool = False,
 ) -> None:  # fmt: skip
-    """Write `config.json` and `model.safetensors` into an existing folder, of weights with the keys of
-    `checkpoint_tensors`.
+    """Write `config.json` and `model.safetensors` into an existing folder, of canonical weights, stored as checkpoints
+    of the family are.
 
-    Raises UsageError as `the_format`, WeightsError as `quantised` and for weights that are not finite, and OSError.
+    Raises UsageError as `the_format` and for matrices that are stored as one but have a scale each, WeightsError as
+    `quantised` and for weights that are not finite, and OSError.
     """
     own = the_format(formats, spec.tied_head)
+    _check_joined(spec, own)
     finite = {key: require_finite(key, tensor, tensor) for key, tensor in given.items()}
     weights = quantised(spec, finite, formats, dtype, best=best)
-    tensors = {key: tensor.contiguous() for key, tensor in weights.items() if not is_part(key)}
-    for _, key in matrix_keys(spec):
-        if codes_of(key) in weights:
-            base = key.removesuffix("weight")
-            parts = matrix_parts(weights[codes_of(key)], weights[scales_of(key)], weights.get(zeros_of(key)), own)
-            tensors |= {f"{base}{end}": part.contiguous() for end, part in parts.items()}
+    plain = stored(spec, {key: tensor for key, tensor in weights.items() if not is_part(key)})
+    tensors = {key: tensor.contiguous() for key, tensor in plain.items()}
+    for key, whole in _joined(spec, weights, own).items():
+        base = key.removesuffix("weight")
+        tensors |= {f"{base}{end}": part.contiguous() for end, part in matrix_parts(*whole, own).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ignored = [HEAD] if formats.of(HEAD) is None else []
     document = {**config, "quantization_config": describe(own, ignored)}
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_joined(spec: DecoderSpec, own: WeightFormat) -> None:
+    """Raises UsageError where a format has one scale for what a checkpoint of the family stores of several matrices."""
+    shapes, pieces = stored_tensors(spec)
+    for piece in pieces.values():
+        if own.rows is None and piece.rows != shapes[piece.key][0]:
+            raise UsageError(f"quantize: {own.name}: {piece.key} is of several matrices, which have a scale each")
+        if len(shapes[piece.key]) > 1:
+            piece.check(shapes[piece.key][0], own)
+
+
+def _joined(spec: DecoderSpec, weights: Mapping[str, Tensor], own: WeightFormat) -> dict[str, Parts]:
+    """The quantised matrices as they are stored, by the keys of the plain ones."""
+    found: dict[str, list[Parts]] = {}
+    for _, key in matrix_keys(spec):
+        if codes_of(key) in weights:
+            piece = stored_tensors(spec).pieces[key]
+            part = weights[codes_of(key)], weights[scales_of(key)], weights.get(zeros_of(key))
+            found.setdefault(piece.key, []).append(piece.part_back(part, own))
+    return {key: join_parts(parts) for key, parts in found.items()}
 
 
 def describe(own: WeightFormat, ignored: list[str]) -> dict[str, Any]:

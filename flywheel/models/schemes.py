@@ -116,7 +116,7 @@ class Scheme:
         """
         if self.method != "fp8" or self.format.group is not None:
             return self
-        inverse = holds(layer_weight_key("q_proj", 0) + "_scale_inv")
+        inverse = holds(layer_weight_key("o_proj", 0) + "_scale_inv")
         return replace(self, layout="inverse" if inverse else "plain")
 
 

@@ -22,7 +22,7 @@ from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_keys, pack
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import LAYER_WEIGHT_KEYS, DecoderSpec, Shape, layer_weight_key
-from flywheel.models.weights import checkpoint_tensors
+from flywheel.models.stored import Parts, stored_tensors
 from flywheel.tensors import first_not_finite
 
 _FLOATS: Final = ("F32", "F16", "BF16")
@@ -41,19 +41,26 @@ Stored = dict[str, Wanted]
 
 
 def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, Tensor]:
-    """The weights of a quantised checkpoint in the form of `models.quantise`, with scales in the type of the file.
+    """The canonical weights of a quantised checkpoint in the form of `models.quantise`, with scales in the type of the
+    file.
 
-    Raises WeightsError as `load_weights`, and for a scale that is not positive and finite, scales of a matrix that
-    the config says is not quantised, a code that is NaN, zero
-    points of a scheme without them, and columns that are not in order.
+    Raises WeightsError as `load_weights`, and for a scale that is not positive and finite, scales of a matrix that the
+    config says is not quantised, a code that is NaN, zero points of a scheme without them, columns that are not in
+    order, and blocks of rows that are of several matrices.
     """
-    names, shapes = tensor_names(path), checkpoint_tensors(spec)
+    names, (shapes, pieces) = tensor_names(path), stored_tensors(spec)
     scheme = scheme.of_files(names.__contains__)
     plain = {key: Wanted(shape, _FLOATS) for key, shape in shapes.items()}
     matrices: dict[str, Shape] = {}
     wanted: Stored = {}
-    for role, key in matrix_keys(spec):
-        if (role in LAYER_WEIGHT_KEYS or scheme.head) and key in shapes:
+    coded: list[str] = []
+    for role, name in matrix_keys(spec):
+        if (role in LAYER_WEIGHT_KEYS or scheme.head) and name in pieces:
+            coded.append(name)
+            key = pieces[name].key
+            pieces[name].check(shapes[key][0], scheme.format)
+            if key in matrices:
+                continue
             del plain[key]
             matrices[key] = shapes[key]
             base = key.removesuffix(".weight")
@@ -62,23 +69,26 @@ def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, T
             _check_listed(key, scheme, names & (own.keys() - {key}))
             wanted |= own
     given = load_tensors(path, {**plain, **wanted}, passed_over=_PASSED_OVER)
-    weights = {key: given[key] for key in plain}
+    weights = {name: piece.of(given[piece.key]) for name, piece in pieces.items() if piece.key in plain}
+    parsed: dict[str, Parts] = {}
     for key, shape in matrices.items():
         base = f"{key.removesuffix('.weight')}."
         parts = {name.removeprefix(base): tensor for name, tensor in given.items() if name.startswith(base)}
         _check_order(parts, shape, scheme, base)
-        codes, scales, zeros = _LAYOUTS[scheme.layout](parts, shape, scheme, base)
+        parsed[key] = codes, scales, zeros = _LAYOUTS[scheme.layout](parts, shape, scheme, base)
         _check(base, codes, scales, zeros, scheme)
-        weights |= {codes_of(key): codes, scales_of(key): scales if scheme.format.rows == 1 else scales.float()}
+    for name in coded:
+        codes, scales, zeros = pieces[name].part_of(parsed[pieces[name].key], scheme.format)
+        weights |= {codes_of(name): codes, scales_of(name): scales if scheme.format.rows == 1 else scales.float()}
         if scheme.format.zeros and zeros is not None:
-            weights[zeros_of(key)] = zeros
+            weights[zeros_of(name)] = zeros
     return weights
 
 
 def stored_scales(path: Path, scheme: Scheme) -> DType:
     """The type of the first layer's scales. Raises WeightsError where there are none."""
     scheme = scheme.of_files(tensor_names(path).__contains__)
-    base = layer_weight_key("q_proj", 0).removesuffix("weight")
+    base = layer_weight_key("o_proj", 0).removesuffix("weight")
     names = {"inverse": "weight_scale_inv", "plain": "weight_scale", "packed": "weight_scale"}
     return stored_dtype(path, f"{base}{names.get(scheme.layout, 'scales')}")
 
@@ -137,20 +147,17 @@ def _stored(shape: Shape, scheme: Scheme, base: str, names: frozenset[str]) -> S
     }
 
 
-_Parts = tuple[Tensor, Tensor, Tensor | None]
-
-
-def _plain(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+def _plain(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> Parts:
     scales = own["weight_scale"].reshape(scheme.format.scale_shape(shape))
     zeros = own.get("weight_zero_point")
     return own["weight"], scales, None if zeros is None else zeros.reshape(scales.shape)
 
 
-def _inverse(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+def _inverse(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> Parts:
     return own["weight"], own["weight_scale_inv"].reshape(scheme.format.scale_shape(shape)), None
 
 
-def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> Parts:
     """From words of a row's consecutive unsigned numbers; zero points are words of a column's consecutive rows."""
     told = tuple(own["weight_shape"].tolist())
     if told != tuple(shape):
@@ -163,7 +170,7 @@ def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) 
     return _signed(own["weight_packed"], scheme.format.codes), scales, zeros
 
 
-def _gptq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+def _gptq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> Parts:
     """From words of a column's consecutive K; zero points are words of consecutive columns."""
     bits = scheme.format.codes.bits
     codes = _signed(own["qweight"].T, scheme.format.codes)
@@ -173,7 +180,7 @@ def _gptq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) ->
     return codes, own["scales"].T.contiguous(), (zeros - (1 << bits - 1)).to(torch.int8).T.contiguous()
 
 
-def _awq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+def _awq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> Parts:
     """From words of a row's columns, eight columns a word, dealt to the nibbles in _AWQ_ORDER."""
     numbers, zeros = (_dealt(_numbers(own[name], 4)) for name in ("qweight", "qzeros"))
     codes = (numbers - 8).to(torch.int8).T.contiguous()

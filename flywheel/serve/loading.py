@@ -14,7 +14,7 @@ from flywheel.decode.source import Source, Weights, open_source
 from flywheel.errors import UsageError, WeightsError
 from flywheel.ir import MAX_RANKS
 from flywheel.lowering.lower import lower
-from flywheel.models.weights import checkpoint_tensors
+from flywheel.models.stored import canonical, stored_tensors
 from flywheel.search.knowledge.chosen import ChosenConfig, choose_schedule, notes_of_work, settle_work
 from flywheel.search.trials.device import gpu_of
 from flywheel.search.workload import found_for_another, lanes_of_lookup, notes_of_another
@@ -69,8 +69,7 @@ def _as_given(schedule: Schedule, source: Source) -> ChosenConfig:
 
 def _of_model(source: Source, weights: Weights) -> Weights:
     """The given tensors that belong to the model. Raises WeightsError if one is missing."""
-    keys = checkpoint_tensors(source.spec)
-    missing = [key for key in keys if key not in weights]
+    missing = [key for key in stored_tensors(source.spec).shapes if key not in weights]
     if missing:
         raise WeightsError(f"{source.name}: {len(missing)} of its weights are not given, {missing[0]!r} the first")
-    return {key: weights[key] for key in keys}
+    return canonical(source.spec, weights)

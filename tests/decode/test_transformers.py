@@ -18,6 +18,7 @@ from flywheel.judge.verdicts import make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder
+from flywheel.models.stored import canonical
 from flywheel.runtime.sequences import Request
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, find_target
@@ -61,6 +62,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
+    "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
+    "glm": ("Glm", dict(SIZES, head_dim=32)),
     "smollm3": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, tie_word_embeddings=False)),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
@@ -136,7 +139,7 @@ def test_logits_agree_three_ways_in_bfloat16(opened: Callable[[str], Opened]) ->
     theirs, eager, ours = logits_three_ways((model, session, oracle))
     torch.testing.assert_close(eager, theirs, atol=BF16_ABS, rtol=0.0)
     torch.testing.assert_close(ours, theirs, atol=BF16_ABS, rtol=0.0)
-    verdict = verify(session, model.state_dict(), POSITIONS)
+    verdict = verify(session, canonical(session.spec, model.state_dict()), POSITIONS)
     assert session.dtype is DType.BF16
     assert verdict.passed, verdict.reason
 

@@ -28,6 +28,7 @@ PUBLISHED_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "smollm2-135m": 134_515_008,
     "smollm3-3b": 3_075_098_624,
+    "phi-4": 14_659_507_200,
 }
 
 MINIMAL = {

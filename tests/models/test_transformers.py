@@ -18,6 +18,7 @@ from flywheel.models.config_fields import FOREIGN
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.hf import foreign_fields, load_spec, spec_from_config
 from flywheel.models.quantise import matrix_of
+from flywheel.models.stored import canonical, stored_tensors
 from flywheel.models.weights import checkpoint_tensors
 
 if TYPE_CHECKING:
@@ -52,6 +53,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias")
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+    "long_factor": [1.0, 1.5, 3.0, 6.0, 9.0, 9.5],
+}
+"""Of 12 elements of a head. With Phi-3's default, contexts of up to 4096 are short."""
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
@@ -67,6 +75,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("Qwen3", dict(SIZES, head_dim=16, tie_word_embeddings=True)),
     "smollm3": ("SmolLM3", dict(SIZES, num_hidden_layers=5)),
     "smollm3-untied": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
+    "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
+    "phi3-short": ("Phi3", dict(SIZES, rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.75})),
+    "glm": ("Glm", dict(SIZES, head_dim=32)),
+    "llama-yarn": ("Llama", dict(SIZES, rope_parameters=YARN_ROPE)),
     "smollm3-turned": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 1, 1])),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
@@ -98,7 +110,7 @@ def build(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards:
 
 def decoder_in(folder: Path, dtype: torch.dtype = torch.float32) -> EagerDecoder:
     spec = load_spec(folder)
-    return EagerDecoder(spec, load_weights(folder, checkpoint_tensors(spec)), dtype, CONTEXT)
+    return EagerDecoder(spec, canonical(spec, load_weights(folder, stored_tensors(spec).shapes)), dtype, CONTEXT)
 
 
 def tokens(count: int) -> list[int]:
