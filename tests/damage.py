@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any, Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import TARGETS, BufferKind, MegakernelProgram, Run, Runs, Tile, Wait
+from flywheel.ir import TARGETS, BufferKind, MegakernelProgram, Run, Runs, Tiles, Wait
+from flywheel.ir.compressed import tiles_of
 from flywheel.lowering.lower import lower
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.space import make_space
@@ -78,9 +79,9 @@ def with_other_operand(run: Run, program: MegakernelProgram, chance: random.Rand
 def with_other_tiles(run: Run, program: MegakernelProgram, chance: random.Random) -> Run:
     """One tile less, one twice, or one with another param."""
     if len(run.tiles) > 1 and chance.random() < 0.3:
-        return replace(run, tiles=run.tiles[1:])
+        return replace(run, tiles=tiles_of(run.tiles[1:]))
     if chance.random() < 0.3:
-        return replace(run, tiles=(*run.tiles, chance.choice(run.tiles)))
+        return replace(run, tiles=tiles_of([*run.tiles, chance.choice(run.tiles)]))
     return replace(run, tiles=with_other_tile(run, chance))
 
 
@@ -89,14 +90,14 @@ def swapped(operands: tuple[int, ...], other: int, chance: random.Random) -> tup
     return (*operands[:place], other, *operands[place + 1 :])
 
 
-def with_other_tile(run: Run, chance: random.Random) -> tuple[Tile, ...]:
+def with_other_tile(run: Run, chance: random.Random) -> Tiles:
     place = chance.randrange(len(run.tiles))
     params = dict(run.tiles[place].params)
     named = [name for name, value in params.items() if type(value) is int]
     if named:
         name = chance.choice(named)
         params[name] += chance.choice((-16, -1, 1, 16, params[name]))
-    return (*run.tiles[:place], run.tiles[place]._replace(params=params), *run.tiles[place + 1 :])
+    return tiles_of([*run.tiles[:place], run.tiles[place]._replace(params=params), *run.tiles[place + 1 :]])
 
 
 def with_other_table(program: MegakernelProgram, chance: random.Random) -> MegakernelProgram:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from flywheel.cost_model.gates import Gates, gates_of
 from flywheel.cost_model.units import Ints, Unit, Units, units_of
-from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram, Runs
-from flywheel.ir.compressed import local_layers
+from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram
+from flywheel.ir.compressed import NO_LAYERS, as_runs, local_layers
 from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Input, Recipe
 from flywheel.plan import KernelVariant
@@ -86,25 +86,24 @@ def part_demand(program: MegakernelProgram, rank: int, part: MegakernelProgram) 
 
     Raises ConfigError and InvalidProgramError as `demand_of` and `rank_plans`.
     """
-    plans = rank_plans(program) if local_layers(part) is None else brief_rank_plans(program)
+    plans = rank_plans(program) if local_layers(part) is NO_LAYERS else brief_rank_plans(program)
     return _planned_demand(part, plans[rank])
 
 
 def _planned_demand(program: MegakernelProgram, plan: Plan) -> Demand:
-    tasks, units = program.tasks, units_of(program)
+    ids, units = as_runs(program).ids, units_of(program)
     order, first = queues_of(program)
     own = np.arange(len(plan.program.tasks)) if plan.part is None else np.flatnonzero(~plan.part.pushes)
-    works = _works(units, program, plan, own)
+    works = _works(units, plan, own)
     entries = units.tasks[order]  # numbers among the units of all layers
     unit_of = units.unit_of[entries]
     nbytes = np.array([0 if each.steps.attends else each.unit.est_bytes for each in works], np.int64)
     ends = np.concatenate(([0], np.cumsum(nbytes[unit_of])))
     added = _added(plan, units, own, order, entries, first)
     kinds, kind_of = _kinds(works, units, entries, unit_of, first, added)
-    by_place = isinstance(tasks, Runs)
     return Demand(
         variant=plan.variant,
-        task_ids=order if by_place else np.array([task.id for task in tasks], np.int64)[order],
+        task_ids=order if ids == range(len(order)) else np.array(ids, np.int64)[order],
         first=first,
         stream_end=ends[1:] - np.repeat(ends[first[:-1]], np.diff(first)),
         kinds=kinds,
@@ -141,11 +140,10 @@ class _UnitWork(NamedTuple):
     left: StagedValue | None = None
 
 
-def _works(units: Units, program: MegakernelProgram, plan: Plan, own: Ints) -> list[_UnitWork]:
+def _works(units: Units, plan: Plan, own: Ints) -> list[_UnitWork]:
     """The work of each unit. `own` are the places of the plan's tasks that are no pushes. Where no kernels run the
     program, nothing is staged for a later task or sliced."""
-    table = program.buffers.spelled if units.layers is not None else program.buffers  # type: ignore[attr-defined]
-    buffers = [buffer for buffer in table if buffer.kind not in STREAMED_KINDS]
+    buffers = [buffer for buffer in units.brief.buffers if buffer.kind not in STREAMED_KINDS]
     dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
     recipes: dict[Recipe | None, _Steps] = {}
     made = plan.found if isinstance(plan.found, Routines) else None

@@ -43,7 +43,7 @@ def gates_of(plan: Plan, units: Units, entries: Ints) -> Gates:
     who, counters, thresholds = units.awaited()
     base = int(thresholds.max(initial=0)) + 1
     pairs, gates = np.unique(counters * base + thresholds, return_inverse=True)
-    asked = _asked(plan, units.layers, base) if plan.hand_offs.awaited else pairs
+    asked = _asked(plan, units.brief.layers, base) if plan.hand_offs.awaited else pairs
     of_gate, threshold = np.divmod(pairs, base)
     known = np.unique(np.concatenate([signals, of_gate]))
     behind = np.concatenate([[False], of_gate[1:] == of_gate[:-1]]) if len(pairs) else np.zeros(0, np.bool_)
@@ -59,10 +59,10 @@ def gates_of(plan: Plan, units: Units, entries: Ints) -> Gates:
     )
 
 
-def _asked(plan: Plan, layers: Layers | None, base: int) -> Ints:
+def _asked(plan: Plan, layers: Layers, base: int) -> Ints:
     """The pairs for which some task polls a counter, as `counter * base + threshold`. The plan has data hand-offs."""
     pairs = sorted({(wait.counter, wait.threshold) for waits in plan.hand_offs.waits for wait in waits})
-    if layers is not None and layers.times > BRIEF:
+    if layers.times > BRIEF:
         pairs = [(counter, threshold) for each, threshold in pairs for counter in _in_all_layers(each, layers)]
     return np.array([counter * base + threshold for counter, threshold in pairs], np.int64)
 

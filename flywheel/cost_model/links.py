@@ -6,13 +6,13 @@ arrived. The engine prices that as a hand-off on one GPU. `exchanges_us` adds th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Task
+from flywheel.ir import MegakernelProgram
 from flywheel.ir.access import tile_rows
-from flywheel.ir.compressed import layers_of, repeated, stretches_of
+from flywheel.ir.compressed import layers_of, repeated, runs_of
 from flywheel.measure.ceiling import PeerLink
 
 
@@ -46,12 +46,12 @@ def exchanges_us(program: MegakernelProgram, link: Link = NVLINK) -> float:
     """The time that a launch's exchanges add to its hand-offs, if nothing hides it; 0 for a program of one GPU."""
     if program.ranks == 1:
         return 0.0
-    layers = layers_of(program)
-    pushed = _pushed(program if layers is None else repeated(program, 1))
-    if layers is not None and layers.times > 1:  # each layer adds what the second one adds
+    times = layers_of(program).times
+    pushed = _pushed(repeated(program, 1))
+    if times > 1:  # each layer adds what the second one adds
         more = _pushed(repeated(program, 2))
-        again = layers.times - 1
-        pushed = [(n + again * (m - n), b + again * (c - b)) for (n, b), (m, c) in zip(pushed, more, strict=True)]
+        pushed = [(n + (times - 1) * (m - n), b + (times - 1) * (c - b))
+                  for (n, b), (m, c) in zip(pushed, more, strict=True)]  # fmt: skip
     further_us = max(0.0, link.one_way_us - link.same_gpu_us)
     return max([count * further_us + nbytes / (link.gbs * 1e3) for count, nbytes in pushed])
 
@@ -60,20 +60,13 @@ def _pushed(program: MegakernelProgram) -> list[tuple[int, int]]:
     """How many buffers each GPU pushes, and their bytes."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
     nbytes: list[dict[int, int]] = [{} for _ in range(program.ranks)]  # by rank and pushed buffer
-    for record, columns in _pushes(program, buffers):
-        source = record.inputs[0]
-        pushed = buffers[source].dtype.nbytes(columns)
-        nbytes[record.rank][source] = nbytes[record.rank].get(source, 0) + pushed
+    for run in runs_of(program):
+        if run.outputs and buffers[run.outputs[0]].rank != run.rank:
+            source = run.inputs[0]
+            columns = sum(_elements(each.params) * each.n_tiles for each in run.tiles.stretches)
+            of_rank = nbytes[run.rank]
+            of_rank[source] = of_rank.get(source, 0) + buffers[source].dtype.nbytes(columns)
     return [(len(each), sum(each.values())) for each in nbytes]
-
-
-def _pushes(program: MegakernelProgram, buffers: Mapping[int, Buffer]) -> Iterator[tuple[Run | Task, int]]:
-    """(a push, the elements that it pushes) of a program."""
-    tasks = program.tasks
-    for record in tasks.runs if isinstance(tasks, Runs) else tasks:
-        if record.outputs and buffers[record.outputs[0]].rank != record.rank:
-            stretches = stretches_of(record.tiles) if isinstance(record, Run) else [Stretch(record.params, 0, 0, 1)]
-            yield record, sum(_elements(each.params) * each.n_tiles for each in stretches)
 
 
 def _elements(params: Mapping[str, Any]) -> int:

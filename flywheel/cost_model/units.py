@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import InstructionKind, MegakernelProgram, Runs, Task, Wait
-from flywheel.ir.compressed import Layers, Span, local_layers, stretches_of
+from flywheel.ir import InstructionKind, MegakernelProgram, Run, Stretch, Wait
+from flywheel.ir.compressed import NO_LAYERS, Brief, Span, brief_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class Units:
     and the number of layers by which it is shifted."""
 
     units: list[Unit]
-    layers: Layers | None
+    brief: Brief
     unit_of: Ints
     moved: Ints
     template: Span
@@ -66,15 +66,15 @@ class Units:
         all; the numbers of their layers). `number` is the number of each task's unit among the units of all layers.
 
         The last layer stands for itself, and the first one for all others. Tasks before and behind the layers have the
-        numbers -1 and `layers.times`.
+        numbers -1 and `brief.layers.times`.
         """
-        if self.layers is None:
+        if self.brief.layers is NO_LAYERS:
             return tasks, np.zeros(len(tasks), np.int64)
         counts = np.array([unit.n_tasks for unit in self.units], np.int64)
         sizes = counts[self.unit_of]
         unit, layer = self.unit_of[number], self.moved[number]
         before, behind = unit < self.template.start, unit >= self.template.stop
-        last = ~before & ~behind & (layer == self.layers.times - 1)
+        last = ~before & ~behind & (layer == self.brief.layers.times - 1)
         inside = tasks - (np.cumsum(sizes) - sizes)[number]
         places = self.places(n_tasks)[unit] + inside + np.where(last, n_tasks - counts.sum(), 0)
         return places, layer - before + behind
@@ -101,8 +101,8 @@ class Units:
         `operands` has for each unit the buffers and a part that does not move. None, for no operand, becomes -1.
         """
         rows = []
-        span, times = (self.layers.buffers, self.layers.times + 2) if self.layers is not None else (Span(0, 0), 1)
-        least, stop, size = span.least, span.stop, span.size
+        layers = self.brief.layers
+        least, stop, size, times = layers.buffers.least, layers.buffers.stop, layers.buffers.size, layers.times + 2
         for operand in operands:
             if operand is None:
                 rows.append((-1, 0))
@@ -118,32 +118,19 @@ class Units:
         return numbers[self.unit_of] + moving[self.unit_of] * self.moved
 
     def _further(self, counters: Ints, by: Ints) -> Ints:
-        if self.layers is None:
-            return counters
-        span = self.layers.counters
+        span = self.brief.layers.counters
         return counters + np.where(counters >= span.least, by * span.size, 0)
 
 
 def units_of(program: MegakernelProgram) -> Units:
     """The units of a program."""
-    tasks, layers = program.tasks, local_layers(program)
-    if not isinstance(tasks, Runs):
-        units = list(_of_tasks(tasks))
-        return Units(units, None, np.arange(len(units)), np.zeros(len(units), np.int64), Span(0, 0))
-    runs = tasks.spelled if layers is not None else tasks.runs
-    parts = [
-        [
-            Unit(run.op, run.inputs, run.out_counter, run.waits, *stretch)
-            for run in part
-            for stretch in stretches_of(run.tiles)
-        ]
-        for part in _cut(runs, layers.runs if layers is not None else Span(0, 0))
-    ]
+    brief = brief_of(program, local=True)
+    parts = [[unit for run in part for unit in _of_run(run)] for part in brief.parts]
     head, layer, tail = map(len, parts)
-    times = layers.times if layers is not None else 1
+    times = brief.layers.times
     return Units(
         [unit for part in parts for unit in part],
-        layers,
+        brief,
         np.concatenate(
             [np.arange(head), np.tile(np.arange(head, head + layer), times), np.arange(tail) + head + layer]
         ),
@@ -152,20 +139,14 @@ def units_of(program: MegakernelProgram) -> Units:
     )
 
 
-def _cut(runs: Sequence[Any], span: Span) -> tuple[Sequence[Any], ...]:
-    return runs[: span.start], runs[span.start : span.stop], runs[span.stop :]
+def _of_run(run: Run) -> Iterator[Unit]:
+    """The units of a run: adjacent stretches of equal work are one."""
+    for _, same in groupby(run.tiles.stretches, key=_work):
+        first, *others = same
+        count = first.n_tiles + sum([each.n_tiles for each in others])
+        yield Unit(run.op, run.inputs, run.out_counter, run.waits, *first[:3], count)
 
 
-def _of_tasks(tasks: Sequence[Task]) -> Iterator[Unit]:
-    for _, same in groupby(tasks, key=_shared):
-        alike = list(same)
-        task = alike[0]
-        yield Unit(
-            task.op, task.inputs, task.out_counter, task.waits, task.params, task.est_bytes, task.est_flops, len(alike)
-        )
-
-
-def _shared(task: Task) -> tuple[object, ...]:
-    params = task.params
-    own = params.get("recipe"), params.get("n_heads"), params.get("M_tile")
-    return task.op, task.inputs, task.out_counter, task.waits, task.est_bytes, task.est_flops, own
+def _work(stretch: Stretch) -> tuple[object, ...]:
+    params = stretch.params
+    return stretch.est_bytes, stretch.est_flops, params.get("recipe"), params.get("n_heads"), params.get("M_tile")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from flywheel.ir.access import Region, tile
-from flywheel.ir.compressed import Brief, LayeredTable, Run, Runs, Span, Tiles, as_runs, brief_of, stretches_of
+from flywheel.ir.compressed import NO_LAYERS, Brief, Run, Runs, Span, Tiles, as_runs, brief_of, table_of
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import PRODUCTS
 from flywheel.ir.program import MegakernelProgram
@@ -24,7 +24,7 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     Buffers and counters keep their ids; tasks are numbered anew. No buffers share a page: on several GPUs, each has
     memory of its own.
     """
-    brief, tasks = brief_of(program), as_runs(program.tasks)
+    brief, tasks = brief_of(program), as_runs(program)
     layers, spelled = brief.layers, brief.runs
     homes = {buffer.id: buffer.rank for buffer in brief.buffers}
     own = [
@@ -38,15 +38,13 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
     runs = _made_here(_waiting(kept), arrived - made)
     trimmed, runs = _trimmed(brief.buffers, runs)
     sms = _sms(tasks.sms, brief, set(own))
-    if layers is None:
-        return replace(program, ranks=1, buffers=trimmed, tasks=Runs(runs, sms), pages=None)
     ends = [sum(place < end for place in own) for end in (layers.runs.start, layers.runs.stop)]
-    fewer = replace(layers, runs=Span(*ends))
+    fewer = layers if layers is NO_LAYERS else replace(layers, runs=Span(*ends))
     return replace(
         program,
         ranks=1,
-        buffers=LayeredTable(trimmed, fewer),
-        counters=LayeredTable(brief.counters, fewer),
+        buffers=table_of(trimmed, fewer),
+        counters=table_of(brief.counters, fewer),
         tasks=Runs(runs, sms, fewer),
         pages=None,
     )
@@ -77,9 +75,8 @@ def _made_here(runs: Sequence[Run], pushed: set[int]) -> list[Run]:
 def _sms(sms: array[int], brief: Brief, own: set[int]) -> array[int]:
     """The SMs of the runs `own`, once for each time that a run comes."""
     listed = [*range(len(brief.runs))]
-    if brief.layers is not None:
-        start, stop = brief.layers.runs.start, brief.layers.runs.stop
-        listed[start:stop] = listed[start:stop] * brief.layers.times
+    start, stop = brief.layers.runs.start, brief.layers.runs.stop
+    listed[start:stop] = listed[start:stop] * brief.layers.times
     found, first = array("q"), 0
     for place in listed:
         end = first + len(brief.runs[place].tiles)
@@ -94,7 +91,7 @@ def _trimmed(buffers: Sequence[Buffer], runs: Sequence[Run]) -> tuple[tuple[Buff
     with columns counted from the first of those rows)."""
     rows: dict[int, Region] = {}
     for run in runs:
-        for stretch in stretches_of(run.tiles):
+        for stretch in run.tiles.stretches:
             columns = tile(stretch.params)
             for number in _multiplied(run, stretch.params) if columns is not None else ():
                 assert columns is not None
@@ -119,7 +116,7 @@ def _shifted(run: Run, start: int) -> Tiles:
     return Tiles(
         [
             each._replace(params={**each.params, "n_off": each.params["n_off"] - start})
-            for each in stretches_of(run.tiles)
+            for each in run.tiles.stretches
         ]
     )
 

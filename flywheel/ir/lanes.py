@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flywheel.ir.access import Region
-from flywheel.ir.compressed import brief_of, stretches_of
+from flywheel.ir.compressed import brief_of
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
@@ -24,7 +24,7 @@ def lane_of(task: Task) -> int:
 
 def lanes_of(program: MegakernelProgram) -> int:
     """Consecutive tokens of each sequence that a launch of a program decodes."""
-    params = [each.params for run in brief_of(program).runs for each in stretches_of(run.tiles)]
+    params = [each.params for run in brief_of(program).runs for each in run.tiles.stretches]
     return 1 + max((each.get("lane", 0) for each in params), default=0)
 
 

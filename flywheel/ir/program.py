@@ -38,16 +38,22 @@ Found = TypeVar("Found")
 
 
 def once(function: Callable[[MegakernelProgram], Found]) -> Callable[[MegakernelProgram], Found]:
-    """`function`, with its latest answer kept as long as its program lives. It answers again with that when it gets the
-    same object. Errors are not kept."""
+    """`function`, with its latest answer kept as long as its program lives, which the answer must not refer to. It
+    answers again with that when it gets the same object. Errors are not kept."""
     latest: tuple[ref[MegakernelProgram], Found] | None = None
+
+    def forget(gone: ref[MegakernelProgram]) -> None:
+        nonlocal latest
+        known = latest
+        if known is not None and known[0] is gone:
+            latest = None
 
     @wraps(function)
     def found(program: MegakernelProgram) -> Found:
         nonlocal latest
         known = latest  # another thread may replace it
         if known is None or known[0]() is not program:
-            known = latest = ref(program), function(program)
+            known = latest = ref(program, forget), function(program)
         return known[1]
 
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.errors import IrFormatError
-from flywheel.ir.compressed import Runs, stretches_of, task_of
+from flywheel.ir.compressed import Runs, task_of
 from flywheel.ir.config import config_to_dict
 from flywheel.ir.files import MAX_FILE_BYTES, MAX_VALUES, dump_json, write_atomically
 from flywheel.ir.program import MegakernelProgram
@@ -75,7 +75,7 @@ def _extent_of(tasks: Runs, texts: _Texts) -> tuple[int, int]:
     layers, nbytes, values = tasks.layers, 0, 0
     for place, run in enumerate(tasks.spelled):
         times = layers.times if layers is not None and layers.runs.start <= place < layers.runs.stop else 1
-        for each in stretches_of(run.tiles):
+        for each in run.tiles.stretches:
             text = texts.task(task_of(run, each, 0, 0))
             count = times * getattr(each, "n_tiles", 1)
             nbytes += count * len(text)

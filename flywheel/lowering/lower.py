@@ -8,7 +8,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
-from flywheel.ir.compressed import LayeredTable, Layers, Span, index_of, moved
+from flywheel.ir.compressed import NO_LAYERS, Layers, Span, index_of, moved, table_of
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import plan_fusion
@@ -60,8 +60,8 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
             **({} if graph.weights is None else {"weights": graph.weights}),
         },
         target=target,
-        buffers=tuple(tables.buffers) if layers is None else LayeredTable(tables.buffers, layers),
-        counters=tuple(tables.counters) if layers is None else LayeredTable(tables.counters, layers),
+        buffers=table_of(tables.buffers, layers),
+        counters=table_of(tables.counters, layers),
         tasks=tasks,
         pages=allocate_pages(tables.buffers, tasks, config.page_allocation),
         config=config,
@@ -108,7 +108,7 @@ def _check_tasks(graph: Graph, blocks: _Blocks) -> None:
         raise ConfigError(f"{graph.n_layers:,} layers of {sizes} tasks are {tasks:,} in all, more than {MAX_TASKS:,}")
 
 
-def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks) -> tuple[Stamper, Layers | None]:
+def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks) -> tuple[Stamper, Layers]:
     """The tables, and the layers if the second period can stand for all that follow it."""
     lead, period = cycle_of(graph.order)
     periods, rest = divmod(graph.n_layers - lead, period)
@@ -121,14 +121,14 @@ def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks) -> tuple[Stam
         stop, stream = body.tables.sizes, body.stream
         body.stamp(range(first + period, first + 2 * period))
         layers = _alike(body.tables, start, stop, periods - 1, first, period)
-        if layers is not None:
+        if layers is not NO_LAYERS:
             body.tables.cut(stop)
             body.stream = stream
             body.stamp(range(first + period, first + period + rest), first)
             return body.finished(), layers
     body = _Body(graph, scopes, blocks)
     body.stamp(range(graph.n_layers))
-    return body.finished(), None
+    return body.finished(), NO_LAYERS
 
 
 class _Body:
@@ -155,8 +155,9 @@ class _Body:
         return self.tables
 
 
-def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int, first: int, period: int) -> Layers | None:
-    """The layers, if the period stamped last equals the template, which spans `start` to `stop`, moved by one period.
+def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int, first: int, period: int) -> Layers:
+    """The layers, if the period stamped last equals the template, which spans `start` to `stop`, moved by one period;
+    else NO_LAYERS.
 
     A period's waits depend on itself and the period before alone. So if these two periods are alike, all are.
     """
@@ -170,7 +171,7 @@ def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int, first: int, p
         and [moved(each, 1, layers) for each in tables.counters[counters.start : counters.stop]]
         == tables.counters[counters.stop :]
     )
-    return layers if alike else None
+    return layers if alike else NO_LAYERS
 
 
 def _enter(shared: Mapping[str, int], streams: Mapping[str, int]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import Buffer, BufferKind, MemSpace, Page, PageAllocation, Run, Runs
-from flywheel.ir.compressed import Layers
+from flywheel.ir.compressed import NO_LAYERS, Layers
 from flywheel.lowering.shared_pages import allocate_shared
 
 PAGE_POLICIES: Final = ("linear", "graph_color", "none")
@@ -67,7 +67,7 @@ class _Resident:
 
 
 def _linear(sizes: Sequence[int | None], tasks: Runs) -> PageAllocation:
-    if tasks.layers is None:
+    if tasks.layers is NO_LAYERS:
         residents = _residents(tasks.spelled, sizes)
     else:
         residents = _residents_of_layers(sizes, tasks, tasks.layers)

@@ -9,7 +9,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import Run
-from flywheel.ir.compressed import Layers, stretches_of
+from flywheel.ir.compressed import NO_LAYERS, Layers
 
 TASK_COST_BYTES: Final = 32 * 1024
 """Fixed cost of a task, as streamed bytes: about a microsecond at one SM's share of an H200's bandwidth."""
@@ -22,7 +22,7 @@ def place(
     stages: Sequence[str],
     num_sms: int,
     assignment: str | Mapping[int, int],
-    layers: Layers | None = None,
+    layers: Layers = NO_LAYERS,
 ) -> array[int]:
     """The SM of every task. Raises ConfigError for an unknown policy, task or SM.
 
@@ -31,7 +31,7 @@ def place(
     the rest.
     """
     policy = policy_of(assignment)
-    part = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
+    part = layers.runs.start, layers.runs.stop, layers.times
     sms = dealt(runs, stages, num_sms, policy, part)
     return sms if isinstance(assignment, str) else overridden(sms, assignment, num_sms)
 
@@ -63,7 +63,7 @@ def _stages(runs: Sequence[Run], stages: Sequence[str]) -> list[_Costs]:
     """The costs of each stage's tiles."""
     found = []
     for _, same in groupby(zip(stages, runs, strict=True), key=lambda pair: pair[0]):
-        tiles = [stretch for _, run in same for stretch in stretches_of(run.tiles)]
+        tiles = [stretch for _, run in same for stretch in run.tiles.stretches]
         found.append([(each.est_bytes + TASK_COST_BYTES, each.n_tiles) for each in tiles])
     return found
 

@@ -113,7 +113,7 @@ def place_ranks(
     stages: Sequence[str],
     num_sms: int,
     assignment: str | Mapping[int, int],
-    layers: Layers | None,
+    layers: Layers,
     ranks: int,
 ) -> array[int]:
     """The SM of every task, on its GPU. Raises ConfigError as `place`.
@@ -121,7 +121,7 @@ def place_ranks(
     A task that pushes or adds a product's columns gets the SM of the product's tile.
     """
     policy = policy_of(assignment)
-    start, stop, times = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
+    start, stop, times = layers.runs.start, layers.runs.stop, layers.times
     leaders = _leaders(runs)
     hands = []
     for rank in range(ranks):

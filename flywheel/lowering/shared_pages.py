@@ -17,8 +17,8 @@ def allocate_shared(sizes: Sequence[int | None], tasks: Runs) -> PageAllocation:
     """Pages for all buffers with a size, by first use. Each goes to the smallest fitting page that no task can still
     need."""
     layers = tasks.layers
-    if layers is None or layers.times <= _SEEN:
-        return _allocation(_pass_on(tasks.runs, _bytes_of(sizes, layers, 0 if layers is None else layers.times)))
+    if layers.times <= _SEEN:
+        return _allocation(_pass_on(tasks.runs, _bytes_of(sizes, layers, layers.times)))
     state = _pass_on(tasks.repeated(_SEEN), _bytes_of(sizes, layers, _SEEN))
     if not _is_steady(state, layers):
         return _allocation(_pass_on(tasks.runs, _bytes_of(sizes, layers, layers.times)))
@@ -115,10 +115,8 @@ def _allocation(pages: _Pages) -> PageAllocation:
     return PageAllocation(pages.home, tuple(records))
 
 
-def _bytes_of(sizes: Sequence[int | None], layers: Layers | None, times: int) -> list[int | None]:
+def _bytes_of(sizes: Sequence[int | None], layers: Layers, times: int) -> list[int | None]:
     """Bytes of each buffer, with the template `times` times; None for a buffer in no page."""
-    if layers is None:
-        return list(sizes)
     span = layers.buffers
     return [*sizes[: span.start], *list(sizes[span.start : span.stop]) * times, *sizes[span.stop :]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from flywheel.ir.alone import alone
-from flywheel.ir.compressed import Layers, Run, brief_of, local_layers, spelled_out, tasks_by_recipe
+from flywheel.ir.compressed import NO_LAYERS, Brief, brief_of, spelled_out, tasks_by_recipe
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import GATHERS
@@ -27,32 +27,32 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     """
     if program.ranks > 1:
         return max(weight_bytes_read(alone(program, rank)) for rank in range(program.ranks))
-    layers, brief = local_layers(program), brief_of(program)
-    if brief.layers is not None and layers is None:
-        return weight_bytes_read(spelled_out(program))
+    brief = brief_of(program, local=True)
+    layers = brief.layers
     table = {buffer.id: buffer for buffer in brief.buffers}
     readers: Sequence[Task] = list(tasks_by_recipe(brief.runs, _weights(table)))
     gathers = any(map(_gathers, readers))
-    if layers is None:
+    if layers is NO_LAYERS:
         # A task that gathers may make ids of its own.
         whole, gathered = _weights_read(program.tasks if gathers else readers, table)
         return sum(whole.values()) + gathered
-    if gathers or _reads_by_ids_or_back(brief.runs, _weights(table), layers):
+    if gathers or _reads_by_ids_or_back(brief, _weights(table)):
         return weight_bytes_read(spelled_out(program))
     whole, gathered = _weights_read(readers, table)
     own = sum([nbytes for number, nbytes in whole.items() if layers.buffers.start <= number < layers.buffers.stop])
     return sum(whole.values()) + gathered + (layers.times - 1) * own
 
 
-def _reads_by_ids_or_back(spelled: Sequence[Run], weights: Set[int], layers: Layers) -> bool:
+def _reads_by_ids_or_back(brief: Brief, weights: Set[int]) -> bool:
     """Whether the bytes that all layers read are not a multiple of one layer's: the template gathers rows, or it or the
     epilogue reads weights of the layer before."""
-    span = layers.buffers
+    span = brief.layers.buffers
     before, own = range(span.least, span.start), range(span.start, span.stop)
+    _, template, behind = brief.parts
     return any(
         run.op in GATHERS or any(number in before and number in weights for number in run.inputs)
-        for run in spelled[layers.runs.start : layers.runs.stop]
-    ) or any(number in own and number in weights for run in spelled[layers.runs.stop :] for number in run.inputs)
+        for run in template
+    ) or any(number in own and number in weights for run in behind for number in run.inputs)
 
 
 def _weights(buffers: Mapping[int, Buffer]) -> Set[int]:

@@ -16,8 +16,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import Buffer, MegakernelProgram, PageAllocation, Run, Runs, Stretch, Task, Tile
-from flywheel.ir.compressed import LayeredTable, Layers, Span, runs_of, split_at_indices, stretches_of
+from flywheel.ir import Buffer, MegakernelProgram, PageAllocation, Run, Stretch, Tiles
+from flywheel.ir.compressed import (
+    NO_LAYERS,
+    Layers,
+    Span,
+    brief_runs,
+    brief_table,
+    column_of,
+    ids_of,
+    runs_of,
+    sms_of,
+    split_at_indices,
+)
 from flywheel.ir.recipe import Recipe, recipe_digest
 
 Column = npt.NDArray[Any]
@@ -26,9 +37,6 @@ _KINDS: Final = tuple([(f"<i{size}", 1 << (8 * size - 1)) for size in (1, 2, 4, 
 _FAR: Final = 1 << 62
 """Bound of the numbers of a binary column. A column with a number beyond it is written as text."""
 
-_ALONE: Final = Layers(1, 0, Span(0, 0), Span(0, 0), Span(0, 0))
-"""The layers of a program without any: all of it follows the template."""
-
 _json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -36,7 +44,7 @@ def columns_of(program: MegakernelProgram) -> Iterator[bytes]:
     """The columns of a program's buffers, pages and tasks. Each says where it ends."""
     yield from _of_buffers(program.buffers)
     yield from _of_pages(program.pages)
-    yield from _of_tasks(program.tasks)
+    yield from _of_tasks(program)
 
 
 def text_column(text: str) -> bytes:
@@ -78,14 +86,11 @@ def _ids(numbers: Sequence[int]) -> bytes:
 
 
 def _of_buffers(buffers: Sequence[Buffer]) -> Iterator[bytes]:
-    if isinstance(buffers, LayeredTable):
-        yield text_column(_spelled_sources(buffers))
-        yield _ids(range(len(buffers)))
-        yield _column(chain.from_iterable(buffers.column(_look)))
-    else:
-        yield text_column(_json([each.source for each in buffers]))
-        yield _ids([each.id for each in buffers])
-        yield _column(chain.from_iterable(map(_look, buffers)))
+    brief, layers = brief_table(buffers)
+    sources = [each.source for each in brief]
+    yield text_column(_json(sources) if layers is NO_LAYERS else _spelled_sources(sources, layers))
+    yield _ids([each.id for each in brief])
+    yield _column(chain.from_iterable(column_of(buffers, _look)))
 
 
 def _look(buffer: Buffer) -> tuple[int, ...]:
@@ -93,10 +98,9 @@ def _look(buffer: Buffer) -> tuple[int, ...]:
     return buffer.kind, buffer.dtype, buffer.space, buffer.rank, len(part), *part, len(shape), *shape
 
 
-def _spelled_sources(table: LayeredTable[Buffer]) -> str:
+def _spelled_sources(sources: Sequence[str | None], layers: Layers) -> str:
     """The sources of all buffers, as a JSON list."""
-    layers, span = table.layers, table.span
-    sources = [each.source for each in table.spelled]
+    span = layers.buffers
     texts = [
         _items(sources[: span.start]),
         _spelled_text(_items(sources[span.start : span.stop]), layers, range(layers.times)),
@@ -124,20 +128,14 @@ def _of_pages(pages: PageAllocation | None) -> Iterator[bytes]:
         yield _column(chain.from_iterable([(page.id, page.space, page.nbytes) for page in pages.pages]))
 
 
-def _of_tasks(tasks: Sequence[Task]) -> Iterator[bytes]:
+def _of_tasks(program: MegakernelProgram) -> Iterator[bytes]:
     params = _Params()
-    if type(tasks) is Runs:
-        layers = tasks.layers
-        if layers is None or _may_join(tasks.spelled, layers):
-            yield from _of_runs(tasks.runs, _ALONE, params)
-        else:
-            yield from _of_runs(tasks.spelled, layers, params)
-        yield _column(tasks.sms)
-        yield _ids(tasks.ids)
-    else:
-        yield from _of_runs(runs_of(tasks), _ALONE, params)
-        yield _column([task.sm for task in tasks])
-        yield _ids([task.id for task in tasks])
+    runs, layers = brief_runs(program)
+    if layers is not NO_LAYERS and _may_join(runs, layers):
+        runs, layers = runs_of(program), NO_LAYERS
+    yield from _of_runs(runs, layers, params)
+    yield _column(sms_of(program.tasks))
+    yield _ids(ids_of(program.tasks))
     yield params.text()
 
 
@@ -212,13 +210,13 @@ class _Params:
         self._numbers: dict[str, int] = {}
         self._known: dict[int, list[int]] = {}  # by identity of tiles, which equal layers share
 
-    def stretches(self, tiles: Sequence[Tile]) -> list[int]:
+    def stretches(self, tiles: Tiles) -> list[int]:
         """Of each stretch: the number of its params, its first `n_off`, by how much that grows, and how many tiles it
         has."""
         found = self._known.get(id(tiles))
         if found is None:
             found = self._known[id(tiles)] = []
-            for each in stretches_of(tiles):
+            for each in tiles.stretches:
                 found += self._stretch(each)
         return found
 

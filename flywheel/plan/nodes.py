@@ -17,10 +17,9 @@ from flywheel.ir import (
     InstructionKind,
     MegakernelProgram,
     Run,
-    Runs,
     Task,
 )
-from flywheel.ir.compressed import Stretch, stretches_of, task_of
+from flywheel.ir.compressed import Runs, Stretch, as_runs, task_of
 from flywheel.ir.records import maker
 from flywheel.plan.step import Form, StepOperand
 
@@ -58,12 +57,10 @@ class Grouping:
     """Numbers of the nodes' kinds of params. Equal kinds have the same steps."""
 
 
-def group_tasks(tasks: Sequence[Task]) -> Grouping:
+def group_tasks(program: MegakernelProgram) -> Grouping:
     """Group tasks by the identity of their operands, waits and recipe, which tiles and equal layers share."""
     kinds = _Kinds()
-    firsts, node_of, params_of, n_off, node_kinds = (
-        _group_runs(tasks, kinds) if isinstance(tasks, Runs) else _group_each(tasks, kinds)
-    )
+    firsts, node_of, params_of, n_off, node_kinds = _group(as_runs(program), kinds)
     return Grouping(firsts, node_of, kinds.params, params_of, n_off, node_kinds)
 
 
@@ -89,25 +86,6 @@ class _Kinds:
         return known
 
 
-def _group_each(tasks: Sequence[Task], kinds: _Kinds) -> _NodeColumns:
-    nodes: dict[tuple[int, ...], int] = {}
-    firsts: list[Task] = []
-    node_kinds: list[int] = []
-    node_of, params_of = [], []
-    for task in tasks:
-        number, kind = kinds(task.params)
-        key = (kind, task.op, task.out_counter, id(task.inputs), id(task.outputs), id(task.waits))
-        node = nodes.setdefault(key, len(firsts))
-        if node == len(firsts):
-            firsts.append(task)
-            node_kinds.append(kind)
-        node_of.append(node)
-        params_of.append(number)
-    starts = [task.params.get("n_off", 0) for task in tasks]
-    columns = [np.array(column, np.int64) for column in (node_of, params_of, starts)]
-    return firsts, columns[0], columns[1], columns[2], node_kinds
-
-
 _StretchFacts = tuple[int, int, int, int, int]
 """A stretch: number of its params, its node's number in the run, first tile's column, columns of a tile, number of
 tiles."""
@@ -121,7 +99,7 @@ class _RunTiles:
     firsts: list[tuple[int, Stretch, int]]
 
 
-def _group_runs(tasks: Runs, kinds: _Kinds) -> _NodeColumns:
+def _group(tasks: Runs, kinds: _Kinds) -> _NodeColumns:
     known: dict[int, _RunTiles] = {}
     nodes: dict[tuple[int, ...], int] = {}
     firsts: list[Task] = []
@@ -130,7 +108,7 @@ def _group_runs(tasks: Runs, kinds: _Kinds) -> _NodeColumns:
     numbers: list[int] = []  # of the runs' nodes
     bases: list[int] = []  # for each stretch, the place in `numbers` of its run's first node
     ids = tasks.ids
-    for run, first in zip(tasks.runs, tasks.first, strict=False):
+    for run, first in tasks.placed:
         tiles = known.get(id(run.tiles))
         if tiles is None:
             tiles = known[id(run.tiles)] = _read_tiles(run, kinds)
@@ -157,7 +135,7 @@ def _read_tiles(run: Run, kinds: _Kinds) -> _RunTiles:
     firsts: list[tuple[int, Stretch, int]] = []
     stretches = []
     place = 0
-    for stretch in stretches_of(run.tiles):
+    for stretch in run.tiles.stretches:
         params, n_tiles = stretch.params, stretch.n_tiles
         number, kind = kinds(params)
         node = nodes.setdefault(kind, len(nodes))

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
-from flywheel.ir import Buffer, MegakernelProgram, Runs
-from flywheel.ir.compressed import layers_of, local_layers, repeated
+from flywheel.ir import Buffer, MegakernelProgram
+from flywheel.ir.compressed import NO_LAYERS, as_runs, layers_of, local_layers, repeated
 from flywheel.ir.program import once
 from flywheel.plan.adding import adding_products, sums_of
 from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of, shares_pages
@@ -104,8 +104,9 @@ def brief_plan(program: MegakernelProgram) -> Plan:
     repeats holds for all but the last. A program without such layers is planned as it is.
     """
     variant, layers = variant_of(program), local_layers(program)
-    if layers is None:
-        return _planned(program, variant)
+    if layers is NO_LAYERS:
+        # A copy, since `once` may keep no answer that refers to its program.
+        return _planned(replace(program, tasks=as_runs(program)), variant)
     polls = variant.data_hand_offs and not shares_pages(program)
     return _planned(repeated(program, min(layers.times, BRIEF if polls else 1)), variant, polls=polls)
 
@@ -113,15 +114,14 @@ def brief_plan(program: MegakernelProgram) -> Plan:
 @once
 def brief_rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
     """The plans of all GPUs of a program, as `rank_plans`, with alike layers BRIEF times and all tasks on SM 0."""
-    layers = layers_of(program)
-    return rank_plans(program if layers is None else repeated(program, min(layers.times, BRIEF)))
+    return rank_plans(repeated(program, min(layers_of(program).times, BRIEF)))
 
 
 def _planned(
     program: MegakernelProgram, variant: KernelVariant, part: RankPart | None = None, polls: bool = True
 ) -> Plan:
     """`polls` says whether hand-offs may be by data, as far as the variant says so."""
-    grouping = group_tasks(program.tasks)
+    grouping = group_tasks(program)
     exchanged = part.arrived | part.away if part is not None else frozenset[int]()
     sampled = sampled_of(grouping.firsts) if exchanged else frozenset[int]()
     polls = polls and variant.data_hand_offs
@@ -200,8 +200,7 @@ def queues_of(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.ND
         raise InvalidProgramError(f"program: has {program.ranks} ranks, but a plan is of one GPU")
     num_sms = program.target.num_sms if program.target is not None else 0
     tasks = program.tasks
-    placed = tasks.sms if isinstance(tasks, Runs) else [-1 if task.sm is None else task.sm for task in tasks]
-    sms = np.array(placed, np.int64)
+    sms = np.array(as_runs(program).sms, np.int64)
     if len(sms) and not 0 <= sms.min() <= sms.max() < num_sms:
         task = next(task for task in tasks if task.sm is None or not 0 <= task.sm < num_sms)
         raise InvalidProgramError(f"task {task.id} ({task.label}): sm={task.sm} is not in 0..{num_sms - 1}")

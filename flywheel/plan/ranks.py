@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, MegakernelProgram, Run, Runs, Wait
-from flywheel.ir.compressed import NumberedRuns, Tile, as_runs, make_run, stretches_of, task_of
+from flywheel.ir.compressed import Tiles, as_runs, make_run, task_of, tiles_of
 from flywheel.ir.exchange import pushed_counters
 from flywheel.ir.records import make_buffer
 from flywheel.plan.handoff import copies
@@ -56,11 +56,11 @@ def parts_of(program: MegakernelProgram) -> tuple[RankPart, ...]:
     a task of the counter's own GPU signal.
     """
     buffers = {buffer.id: buffer for buffer in program.buffers}
-    tasks = as_runs(program.tasks)
+    tasks = as_runs(program)
     remote = pushed_counters(tasks.runs, buffers)
     pushed = {number for run in tasks.runs for number in run.outputs if buffers[number].rank != run.rank}
     by_rank: list[list[tuple[Run, int]]] = [[] for _ in range(program.ranks)]
-    for run, first in zip(tasks.runs, tasks.first, strict=False):
+    for run, first in tasks.placed:
         for number in run.outputs:
             if number in pushed:
                 _check(run, tasks.ids[first : first + len(run.tiles)], buffers[number])
@@ -69,7 +69,7 @@ def parts_of(program: MegakernelProgram) -> tuple[RankPart, ...]:
         own = tuple([wait for wait in run.waits if wait.counter not in remote])
         by_rank[run.rank].append((_alone(run, own), first))
     sms = np.array(tasks.sms, np.int64)
-    ids = np.array(tasks.ids, np.int64) if isinstance(tasks, NumberedRuns) else np.arange(len(tasks))
+    ids = np.array(tasks.ids, np.int64) if tasks.ids != range(len(tasks)) else np.arange(len(tasks))
     placed = [(each, places_of(each)) for each in by_rank]
     lists = [_numbered([run for run, _ in each], sms[places], ids[places]) for each, places in placed]
     read = TileReader()
@@ -81,8 +81,8 @@ def _alone(run: Run, waits: tuple[Wait, ...]) -> Run:
     return make_run(run.op, run.inputs, run.outputs, run.out_counter, waits, run.label, run.tiles)
 
 
-def _numbered(runs: Sequence[Run], sms: Ints, ids: Ints) -> NumberedRuns:
-    return NumberedRuns(runs, array("q", sms.tobytes()), array("q", ids.tobytes()))
+def _numbered(runs: Sequence[Run], sms: Ints, ids: Ints) -> Runs:
+    return Runs(runs, array("q", sms.tobytes()), ids=array("q", ids.tobytes()))
 
 
 def _check(run: Run, ids: Sequence[int], buffer: Buffer) -> None:
@@ -92,7 +92,7 @@ def _check(run: Run, ids: Sequence[int], buffer: Buffer) -> None:
             f"task {ids[0]} {what} is {buffer.dtype.name}, and the kernel exchanges floats only"
         )
     place = 0
-    for stretch in stretches_of(run.tiles) if buffer.rank == run.rank else ():
+    for stretch in run.tiles.stretches if buffer.rank == run.rank else ():
         if copies(task_of(run, stretch, ids[place], 0), buffer.id):
             raise InvalidProgramError(
                 f"task {ids[place]} {what} takes pushes and a COPY; a copied element may have all bits set"
@@ -115,7 +115,7 @@ def _check_signal(run: Run, first: int, buffers: Mapping[int, Buffer]) -> None:
 
 
 def _part(
-    program: MegakernelProgram, rank: int, tasks: NumberedRuns, buffers: Mapping[int, Buffer], pushed: Set[int],
+    program: MegakernelProgram, rank: int, tasks: Runs, buffers: Mapping[int, Buffer], pushed: Set[int],
     read: TileReader,
 ) -> RankPart:  # fmt: skip
     images: dict[int, dict[int, int]] = {}
@@ -210,10 +210,10 @@ def _with_peers(
     return stays, peers, pushes
 
 
-def _kept(tasks: NumberedRuns, stays: _Bools) -> NumberedRuns:
+def _kept(tasks: Runs, stays: _Bools) -> Runs:
     """The tasks that stay."""
     counts = np.concatenate([[0], np.cumsum(stays)])[list(tasks.first)]
-    known: dict[tuple[int, bytes], tuple[Tile, ...]] = {}
+    known: dict[tuple[int, bytes], Tiles] = {}
     kept = []
     for run, (first, end), left in zip(tasks.runs, pairwise(tasks.first), np.diff(counts).tolist(), strict=True):
         if left == end - first:
@@ -222,6 +222,6 @@ def _kept(tasks: NumberedRuns, stays: _Bools) -> NumberedRuns:
             here = stays[first:end]
             key = id(run.tiles), here.tobytes()
             if key not in known:
-                known[key] = tuple(compress(run.tiles, here.tolist()))
+                known[key] = tiles_of(compress(run.tiles, here.tolist()))
             kept.append(replace(run, tiles=known[key]))
     return _numbered(kept, np.array(tasks.sms, np.int64)[stays], np.array(tasks.ids, np.int64)[stays])

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import Buffer, MegakernelProgram, Run, Runs
 from flywheel.ir.access import tile, tile_rows
-from flywheel.ir.compressed import Tile, Tiles, stretches_of
+from flywheel.ir.compressed import Tiles
 from flywheel.plan.nodes import group_tasks, make_nodes
 from flywheel.plan.rules import steps_of
 from flywheel.plan.step import Form, x_rows
@@ -38,16 +38,16 @@ class TileReader:
         found = [np.empty((3, 0), np.int64), *[self._columns(run.tiles) for run in runs]]
         return np.vstack([np.repeat(np.array(buffers, np.int64), sizes), np.hstack(found)])
 
-    def _columns(self, tiles: Tiles | tuple[Tile, ...]) -> Ints:
+    def _columns(self, tiles: Tiles) -> Ints:
         known = self._known.get(id(tiles))
         if known is None:
             known = self._known[id(tiles)] = tiles, _read(tiles)
         return known[1]
 
 
-def _read(tiles: Tiles | tuple[Tile, ...]) -> Ints:
+def _read(tiles: Tiles) -> Ints:
     table = []
-    for stretch in stretches_of(tiles):
+    for stretch in tiles.stretches:
         columns = tile(stretch.params)
         start, end = columns or (0, 0)
         rows = NO_COLUMNS if columns is None else tile_rows(stretch.params)
@@ -102,10 +102,9 @@ def _stores(runs: Sequence[Run], buffers: Mapping[int, Buffer]) -> npt.NDArray[n
     """Whether each task of the runs ends with a product that it stores as its first output."""
     touched = dict.fromkeys(number for run in runs for number in (*run.inputs, *run.outputs))
     tasks = Runs(runs, array("q", bytes(8 * sum([len(run.tiles) for run in runs]))))
-    grouping = group_tasks(tasks)
-    nodes, forms = make_nodes(
-        MegakernelProgram(buffers=tuple([buffers[number] for number in touched]), counters=(), tasks=tasks), grouping
-    )
+    program = MegakernelProgram(buffers=tuple([buffers[number] for number in touched]), counters=(), tasks=tasks)
+    grouping = group_tasks(program)
+    nodes, forms = make_nodes(program, grouping)
     known: dict[tuple[int, int], bool] = {}
     ends = []
     for node in nodes:

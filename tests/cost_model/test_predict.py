@@ -295,7 +295,7 @@ def test_hand_offs_by_the_data_are_the_quicker_ones_where_the_packer_lets_them(w
             for data in (1, 0)
         )
         demand = demand_of(by_data)
-        asked = by_data_of(by_data, group_tasks(program.tasks)).counters
+        asked = by_data_of(by_data, group_tasks(program)).counters
         rows = {counter for task in program.tasks for wait in task.waits if (counter := wait.counter) in asked}
         assert np.count_nonzero(~demand.gates.by_data) == len(rows)
         looks = any(demand.gates.by_data)

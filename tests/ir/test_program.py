@@ -21,6 +21,7 @@ from flywheel.ir.program import once
 from flywheel.ir.validate import weight_bytes
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.plan import program_id, variant_of
+from flywheel.plan.program import brief_plan
 
 Change = Callable[..., MegakernelProgram]
 
@@ -105,6 +106,19 @@ def test_no_answer_keeps_its_program_alive(tiny: MegakernelProgram) -> None:
     variant_of(program)
     weight_bytes_read(program)
     program_id(program)
+    brief_plan(program)
+    del program
+    assert alive() is None
+
+
+def test_an_answer_goes_with_its_program() -> None:
+    @once
+    def answer(program: MegakernelProgram) -> MegakernelProgram:
+        return MegakernelProgram(ranks=program.ranks + 1)
+
+    program = MegakernelProgram()
+    alive = ref(answer(program))
+    assert alive() is not None
     del program
     assert alive() is None
 

@@ -25,7 +25,17 @@ from effort import sample
 
 from flywheel.cost_model import predict
 from flywheel.ir import BufferKind, DType, MegakernelProgram, PageAllocation, Runs, ScheduleConfig, validate
-from flywheel.ir.compressed import LayeredTable, Layers, Span, layers_of, local_layers, repeated, spelled_out
+from flywheel.ir.compressed import (
+    NO_LAYERS,
+    LayeredTable,
+    Layers,
+    Span,
+    layers_of,
+    local_layers,
+    repeated,
+    spelled_out,
+    tiles_of,
+)
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.lowering import lower as lowering
 from flywheel.lowering import shared_pages
@@ -45,7 +55,7 @@ def by_task(program: MegakernelProgram) -> MegakernelProgram:
 
 def levels(program: MegakernelProgram) -> int | None:
     layers = local_layers(program)
-    assert layers is not None
+    assert layers is not NO_LAYERS
     return levels_of_safe_layers(program, layers)
 
 
@@ -56,12 +66,12 @@ def test_alike_layers_are_what_stamping_each_gives(
     family: str, batch: int, pages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = lowered(family, 5, batch, pages, 7)
-    assert layers_of(program) is not None
+    assert layers_of(program) is not NO_LAYERS
     assert program.config is not None
     monkeypatch.setattr(lowering, "ALIKE", 99)
     graph = Workload("small", spec_of(family, 5), TARGET, "bf16", 64, batch).graph
     stamped = lowering.lower(graph, program.config, TARGET)
-    assert layers_of(stamped) is None
+    assert layers_of(stamped) is NO_LAYERS
     assert program == stamped
     assert pickle.loads(pickle.dumps(program)) == stamped
 
@@ -109,12 +119,12 @@ def test_a_period_of_unlike_layers_is_what_stamping_each_gives(
     config = replace(config, page_allocation=pages)
     program = lowering.lower(graph, config, TARGET)
     layers = layers_of(program)
-    assert layers is not None
+    assert layers is not NO_LAYERS
     assert (layers.index - layers.period, layers.period) == cycle_of(order)
     with monkeypatch.context() as patched:
         patched.setattr(lowering, "ALIKE", 99)
         stamped = lowering.lower(graph, config, TARGET)
-    assert layers_of(stamped) is None
+    assert layers_of(stamped) is NO_LAYERS
     assert program == stamped
     assert levels(program) is not None
     assert validate(program, strict=True) == validate(by_task(program), strict=True)
@@ -255,7 +265,7 @@ def check_mutants(count: int) -> None:
         family, pages = chance.choice(list(FAMILIES)), chance.choice(PAGES)
         program = lowered(family, chance.choice((4, 5, 6)), chance.choice((1, 2)), pages, number % 5)
         layers = layers_of(program)
-        assert layers is not None
+        assert layers is not NO_LAYERS
         try:
             program = chance.choice(CHANGES)(program, layers, chance)
         except ValueError:  # no such layers
@@ -264,7 +274,7 @@ def check_mutants(count: int) -> None:
         assert found == whole, f"mutant {number}"
         refused, accepted = refused + (not whole.ok), accepted + whole.ok
         quick = local_layers(program)
-        by_layers += quick is not None and whole.ok and levels_of_safe_layers(program, quick) is not None
+        by_layers += quick is not NO_LAYERS and whole.ok and levels_of_safe_layers(program, quick) is not None
     assert refused > count // 3  # most damage shows
     assert accepted > count // 50  # some is none
     assert by_layers > accepted // 2
@@ -283,12 +293,12 @@ def test_20000_damaged_templates_get_the_verdict_of_the_whole_proof() -> None:
 def test_tiles_of_a_template_that_each_write_a_whole_buffer_are_refused() -> None:
     program = lowered("llama", 5, 1, "none", 7)
     layers = layers_of(program)
-    assert layers is not None
+    assert layers is not NO_LAYERS
     assert isinstance(program.tasks, Runs)
     runs = list(program.tasks.spelled)
     inside = range(layers.runs.start, layers.runs.stop)
     place = next(at for at in inside if len(runs[at].tiles) == 1 and "n_off" not in runs[at].tiles[0].params)
-    runs[place] = replace(runs[place], tiles=tuple(runs[place].tiles) * 2)
+    runs[place] = replace(runs[place], tiles=tiles_of([*runs[place].tiles] * 2))
     twice = rebuilt(program, layers, Runs(runs, [0] * sum(len(run.tiles) for run in runs)), 0)
     assert not validate(twice, strict=True).ok
     assert validate(twice, strict=True) == validate(by_task(twice), strict=True)
@@ -297,21 +307,21 @@ def test_tiles_of_a_template_that_each_write_a_whole_buffer_are_refused() -> Non
 def test_a_layer_that_reads_two_layers_back_is_left_to_the_whole_proof() -> None:
     program = lowered("llama", 5, 1, "none", 7)
     layers = layers_of(program)
-    assert layers is not None
+    assert layers is not NO_LAYERS
     assert isinstance(program.tasks, Runs)
     runs = list(program.tasks.spelled)
     first = runs[layers.runs.start]
     written = next(run.outputs[0] for run in runs if not run.inputs or run.outputs[0] < layers.buffers.least)
     runs[layers.runs.start] = replace(first, inputs=(*first.inputs[:-1], written))
     odd = rebuilt(program, layers, Runs(runs, [0] * sum(len(run.tiles) for run in runs)), 0)
-    assert local_layers(odd) is None
+    assert local_layers(odd) is NO_LAYERS
     assert validate(odd, strict=True) == validate(by_task(odd), strict=True)
 
 
 def test_a_first_layer_that_looks_otherwise_is_not_like_the_others() -> None:
     program = lowered("llama", 5, 1, "none", 7)
     layers = layers_of(program)
-    assert layers is not None
+    assert layers is not NO_LAYERS
     assert isinstance(program.tasks, Runs)
     assert isinstance(program.buffers, LayeredTable)
     own = layers.buffers
@@ -319,13 +329,13 @@ def test_a_first_layer_that_looks_otherwise_is_not_like_the_others() -> None:
     read = next(each for run in template for each in run.inputs if own.least <= each < own.start)
     spelled = list(program.buffers.spelled)
     spelled[read] = replace(spelled[read], shape=(1, *spelled[read].shape))
-    assert local_layers(replace(program, buffers=LayeredTable(spelled, layers))) is None
+    assert local_layers(replace(program, buffers=LayeredTable(spelled, layers))) is NO_LAYERS
 
 
 def test_the_text_of_what_comes_before_the_layers_names_none() -> None:
     program = lowered("llama", 5, 1, "none", 7)
     layers = layers_of(program)
-    assert layers is not None
+    assert layers is not NO_LAYERS
     assert isinstance(program.buffers, LayeredTable)
     spelled = list(program.buffers.spelled)
     head = next(each for each in spelled[: layers.buffers.least] if each.source)
@@ -338,7 +348,7 @@ def test_the_text_of_what_comes_before_the_layers_names_none() -> None:
 def test_a_table_of_records_without_texts_is_none(fault: dict[str, Any]) -> None:
     program = lowered("llama", 5, 1, "none", 7)
     layers = layers_of(program)
-    assert layers is not None
+    assert layers is not NO_LAYERS
     assert isinstance(program.buffers, LayeredTable)
     spelled = list(program.buffers.spelled)
     spelled[-1] = replace(spelled[-1], **fault)

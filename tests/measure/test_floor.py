@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from spelled import spelled_steps
 
-from flywheel.ir.compressed import Run, Runs, Tile
+from flywheel.ir.compressed import Run, Runs, Tile, tiles_of
 from flywheel.ir.dtype import BufferKind, DType
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
@@ -88,7 +88,7 @@ def test_each_tile_of_a_run_that_makes_its_own_ids_counts() -> None:
         {"op": "SAMPLE_ARGMAX", "args": [{"in": 0}], "out": 0, "out_shape": [3]},
         {"op": "EMBED", "args": [{"s": 0}, {"in": 1}], "out": "final"},
     ])
-    run = Run(K.FUSED, (LOGITS, TABLE), (X,), 0, (), "gather", (Tile({"recipe": recipe}, 0, 0),) * 2)
+    run = Run(K.FUSED, (LOGITS, TABLE), (X,), 0, (), "gather", tiles_of([Tile({"recipe": recipe}, 0, 0)] * 2))
     assert weight_bytes_read(MegakernelProgram(buffers=BUFFERS, tasks=Runs([run], [0, 1]))) == 6 * ROW
 
 

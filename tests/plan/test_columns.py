@@ -21,7 +21,7 @@ from flywheel.ir import (
     program_from_json,
     program_to_json,
 )
-from flywheel.ir.compressed import Layers, Span, as_runs, layers_of, spelled_out
+from flywheel.ir.compressed import NO_LAYERS, Layers, Span, as_runs, layers_of, spelled_out, tiles_of
 from flywheel.plan import program_id
 
 
@@ -30,14 +30,14 @@ def forms(program: MegakernelProgram) -> list[MegakernelProgram]:
     spelled = spelled_out(program)
     listed = replace(spelled, tasks=tuple(program.tasks))
     apart = [replace(task, inputs=list(task.inputs), params={**task.params}) for task in program.tasks]
-    found = [spelled, listed, replace(spelled, tasks=as_runs(tuple(program.tasks))), replace(program, tasks=apart)]
+    found = [spelled, listed, replace(spelled, tasks=as_runs(listed)), replace(program, tasks=apart)]
     return [*found, replace(program, tasks=program.tasks, buffers=tuple(program.buffers))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_form_of_a_program_has_one_id(family: str) -> None:
     program = lowered(family, 6, 2, "graph_color", 3)
-    assert layers_of(program) is not None
+    assert layers_of(program) is not NO_LAYERS
     again = program_from_json(program_to_json(program))
     assert {program_id(each) for each in (*forms(program), again)} == {program_id(program)}
 
@@ -47,12 +47,12 @@ LAYERS = Layers(3, 1, Span(1, 2), Span(8, 9), Span(8, 9))
 
 
 def run(counter: int = 0, tiles: Sequence[Tile] = (Tile({"K": 4}, 0, 0),), **changes: Any) -> Run:
-    made = Run(InstructionKind.ADD, (0, 1), (2,), counter, (Wait(3, 1),), "add", tuple(tiles))
+    made = Run(InstructionKind.ADD, (0, 1), (2,), counter, (Wait(3, 1),), "add", tiles_of(tiles))
     return replace(made, **changes)
 
 
-def program_of(tiny: MegakernelProgram, runs: Sequence[Run], layers: Layers | None = None) -> MegakernelProgram:
-    count = sum(len(each.tiles) for each in runs) + (0 if layers is None else 2 * len(runs[1].tiles))
+def program_of(tiny: MegakernelProgram, runs: Sequence[Run], layers: Layers = NO_LAYERS) -> MegakernelProgram:
+    count = sum(len(each.tiles) for each in runs) + (layers.times - 1) * len(runs[1].tiles)
     return replace(tiny, tasks=Runs(runs, list(range(count)), layers))
 
 
@@ -90,7 +90,7 @@ def different_tiles() -> list[list[Tile]]:
 
 
 def test_names_and_costs_of_runs_do_not_count(tiny: MegakernelProgram) -> None:
-    same = [run(label="other"), run(tiles=(Tile({"K": 4}, 7, 9),))]
+    same = [run(label="other"), run(tiles=[Tile({"K": 4}, 7, 9)])]
     usual = program_id(program_of(tiny, [run(), run(1), run()]))
     assert {program_id(program_of(tiny, [each, run(1), each])) for each in same} == {usual}
 
@@ -98,7 +98,7 @@ def test_names_and_costs_of_runs_do_not_count(tiny: MegakernelProgram) -> None:
 @pytest.mark.parametrize("first", [0, -8, (1 << 62) - 9, (1 << 62) - 4, 1 << 70])
 def test_a_stretch_is_its_tiles_however_far_its_columns_are(tiny: MegakernelProgram, first: int) -> None:
     stretch = Stretch({"n_off": first, "N_tile": 4}, 0, 0, 3)
-    program = program_of(tiny, [run(tiles=()), run(), run()][1:])
+    program = program_of(tiny, [run(), run()])
     program = replace(program, tasks=Runs([replace(run(), tiles=Tiles([stretch])), run(1)], [0, 1, 2, 3]))
     apart = replace(program, tasks=Runs([run(tiles=[*Tiles([stretch])]), run(1)], [0, 1, 2, 3]))
     assert {program_id(each) for each in (apart, *forms(program))} == {program_id(program)}

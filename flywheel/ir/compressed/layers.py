@@ -102,6 +102,10 @@ class Layers:
         return Shift(buffers.least, by * buffers.size, counters.least, by * counters.size, self.first(by))
 
 
+NO_LAYERS: Final = Layers(1, 0, Span(0, 0), Span(0, 0), Span(0, 0))
+"""The layers of a program without any: all of it follows a template of nothing."""
+
+
 class Shift(NamedTuple):
     """How a record changes from period to period: ids from a least one on grow, and texts name the layer."""
 
@@ -206,6 +210,16 @@ def moved(each: R, by: int, layers: Layers) -> R:
     name, number = spell(each.name, first), each.id + by * layers.buffers.size
     look = each.kind, each.dtype, each.shape, each.space
     return cast(R, make_buffer(number, name, *look, source, each.rank, each.part))
+
+
+def table_of(records: Sequence[R], layers: Layers) -> Sequence[R]:
+    """Records with the template once as a table of all layers."""
+    return tuple(records) if layers is NO_LAYERS else LayeredTable(records, layers)
+
+
+def brief_table(table: Sequence[R]) -> tuple[Sequence[R], Layers]:
+    """The records of a table with the template once, and its layers; all records and NO_LAYERS where it has none."""
+    return (table.spelled, table.layers) if isinstance(table, LayeredTable) else (table, NO_LAYERS)
 
 
 def column_of(table: Sequence[R], of: Callable[[R], T]) -> list[T]:

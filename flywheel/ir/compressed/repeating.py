@@ -5,26 +5,47 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
-from flywheel.ir.compressed.layers import LayeredTable, Layers
-from flywheel.ir.compressed.numbered import runs_of
-from flywheel.ir.compressed.runs import Run, Runs
+from flywheel.ir.compressed.layers import NO_LAYERS, LayeredTable, Layers
+from flywheel.ir.compressed.runs import NO_SM, Run, Runs, grouped
 from flywheel.ir.dtype import READONLY_KINDS
-from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.program import MegakernelProgram, once
 from flywheel.ir.records import Buffer, Counter
 
 _ALL: Final = 1 << 62
 
 
-def layers_of(program: MegakernelProgram) -> Layers | None:
-    """The layers that a program's tasks, buffers and counters share; None where they share none."""
+@once
+def runs_of(program: MegakernelProgram) -> Sequence[Run]:
+    """A program's runs, of all layers: adjacent tasks that differ only in params, costs, id and SM."""
+    return program.tasks.runs if isinstance(program.tasks, Runs) else grouped(program.tasks)
+
+
+@once
+def as_runs(program: MegakernelProgram) -> Runs:
+    """A program's tasks as runs. Raises ValueError where an SM or an id is no int of 64 bits."""
+    tasks = program.tasks
+    if isinstance(tasks, Runs):
+        return tasks
+    sms = [NO_SM if task.sm is None else task.sm for task in tasks]
+    return Runs(runs_of(program), sms, ids=[task.id for task in tasks])
+
+
+def brief_runs(program: MegakernelProgram) -> tuple[Sequence[Run], Layers]:
+    """A program's runs with the template once, and the layers of its tasks; all runs and NO_LAYERS where they have
+    none."""
+    tasks = program.tasks
+    return (tasks.spelled, tasks.layers) if isinstance(tasks, Runs) else (runs_of(program), NO_LAYERS)
+
+
+def layers_of(program: MegakernelProgram) -> Layers:
+    """The layers that a program's tasks, buffers and counters share; NO_LAYERS where they share none."""
     tasks, tables = program.tasks, (program.buffers, program.counters)
-    layers = getattr(tasks, "layers", None) if type(tasks) is Runs else None  # `__new__` alone leaves it unset
-    if layers is None:
-        return None
+    # An object made by `__new__` alone lacks them.
+    layers: Layers = getattr(tasks, "layers", NO_LAYERS) if type(tasks) is Runs else NO_LAYERS
     shared = all(type(table) is LayeredTable and getattr(table, "layers", None) == layers for table in tables)
-    return layers if shared else None
+    return layers if shared else NO_LAYERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +55,43 @@ class Brief:
     runs: Sequence[Run]
     buffers: Sequence[Buffer]
     counters: Sequence[Counter]
-    layers: Layers | None
+    layers: Layers
+    """NO_LAYERS where it has none."""
+
+    @property
+    def parts(self) -> tuple[Sequence[Run], Sequence[Run], Sequence[Run]]:
+        """The runs before the template, in it, and behind it."""
+        span = self.layers.runs
+        return self.runs[: span.start], self.runs[span.start : span.stop], self.runs[span.stop :]
 
 
-def brief_of(program: MegakernelProgram) -> Brief:
-    """The records of a program, whatever form they have."""
-    tasks, buffers, counters, layers = program.tasks, program.buffers, program.counters, layers_of(program)
-    if layers is None:
-        return Brief(tasks.runs if isinstance(tasks, Runs) else runs_of(tasks), buffers, counters, None)
+def brief_of(program: MegakernelProgram, local: bool = False) -> Brief:
+    """The records of a program, whatever form they have. With `local`, only local layers count as such."""
+    tasks, buffers, counters = program.tasks, program.buffers, program.counters
+    layers = local_layers(program) if local else layers_of(program)
+    if layers is NO_LAYERS:
+        return Brief(runs_of(program), buffers, counters, NO_LAYERS)
     assert isinstance(tasks, Runs)
     assert isinstance(buffers, LayeredTable)
     assert isinstance(counters, LayeredTable)
     return Brief(tasks.spelled, buffers.spelled, counters.spelled, layers)
 
 
-def local_layers(program: MegakernelProgram) -> Layers | None:
-    """A program's layers, if each touches only its own buffers and counters and those of the layer before; else None.
+def local_layers(program: MegakernelProgram) -> Layers:
+    """A program's layers, if each touches only its own buffers and counters and those of the layer before; else
+    NO_LAYERS.
 
     Then the prologue touches nothing of the template, and the epilogue nothing before the template. Everyone may read
     buffers that nothing writes.
     """
     layers, tasks, buffers = layers_of(program), program.tasks, program.buffers
-    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, LayeredTable):
-        return None
+    if layers is NO_LAYERS:
+        return layers
+    assert isinstance(tasks, Runs)
+    assert isinstance(buffers, LayeredTable)
     if tasks.local is None or tasks.local[0] is not buffers:
         tasks.local = buffers, _are_local(tasks.spelled, buffers, layers)
-    return layers if tasks.local[1] else None
+    return layers if tasks.local[1] else NO_LAYERS
 
 
 def _are_local(runs: Sequence[Run], buffers: LayeredTable[Buffer], layers: Layers) -> bool:
@@ -106,7 +138,7 @@ def repeated(program: MegakernelProgram, times: int) -> MegakernelProgram:
 
     If the template comes once, its records keep the texts of the spelled-out form.
     """
-    if layers_of(program) is None:
+    if layers_of(program) is NO_LAYERS:
         return program
     tasks, buffers, counters = program.tasks, program.buffers, program.counters
     assert isinstance(tasks, Runs)
@@ -123,16 +155,16 @@ def repeated(program: MegakernelProgram, times: int) -> MegakernelProgram:
 
 
 def spelled_out(program: MegakernelProgram) -> MegakernelProgram:
-    """The same program with the records of all layers."""
-    tasks, buffers, counters = program.tasks, program.buffers, program.counters
-    return replace(
-        program,
-        buffers=tuple(buffers) if _has_layers(buffers, LayeredTable) else buffers,
-        counters=tuple(counters) if _has_layers(counters, LayeredTable) else counters,
-        tasks=Runs(tasks.runs, tasks.sms) if _has_layers(tasks, Runs) else tasks,  # type: ignore[attr-defined]
-    )
+    """The same program with the records of all layers; the same object where it has them already."""
+    found: dict[str, Any] = {}
+    for name in ("buffers", "counters"):
+        if _has_layers(table := getattr(program, name), LayeredTable):
+            found[name] = tuple(table)
+    if _has_layers(tasks := program.tasks, Runs):
+        found["tasks"] = Runs(tasks.runs, tasks.sms)  # type: ignore[attr-defined]
+    return replace(program, **found) if found else program
 
 
 def _has_layers(table: object, kind: type) -> bool:
     """Whether a table is complete (`__new__` alone leaves all unset) and spells a template once."""
-    return type(table) is kind and getattr(table, "layers", None) is not None
+    return type(table) is kind and getattr(table, "layers", NO_LAYERS) is not NO_LAYERS

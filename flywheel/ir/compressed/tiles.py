@@ -3,7 +3,7 @@ stretch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 
@@ -84,9 +84,9 @@ class Tiles(Sequence[Tile]):
         return self._tiles
 
 
-def stretches_of(tiles: Sequence[Tile]) -> tuple[Stretch, ...]:
-    """The stretches of some tiles; for a tuple, one for each tile."""
-    return tiles.stretches if isinstance(tiles, Tiles) else tuple([Stretch(*tile, 1) for tile in tiles])
+def tiles_of(tiles: Iterable[Tile]) -> Tiles:
+    """Some tiles, each as a stretch of its own."""
+    return Tiles([Stretch(*tile, 1) for tile in tiles])
 
 
 def _names_columns(params: Mapping[str, Any]) -> bool:

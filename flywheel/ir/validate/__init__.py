@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
-from flywheel.ir.compressed import Runs, column_of, layers_of, local_layers, repeated, spelled_out
+from flywheel.ir.compressed import (
+    NO_LAYERS,
+    NO_SM,
+    as_runs,
+    column_of,
+    layers_of,
+    local_layers,
+    repeated,
+    spelled_out,
+)
 from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.program import MegakernelProgram
@@ -45,9 +53,9 @@ def validate(program: object, strict: bool = False) -> ValidationResult:
 def _is_proved_by_layers(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> bool:
     """Whether the proof by layers finds a program safe. It still warns of a wrong label."""
     layers, tried = layers_of(program), Findings(strict=True)
-    if layers is None or not check_structure(replace(repeated(program, 1), pages=program.pages), tried):
+    if layers is NO_LAYERS or not check_structure(replace(repeated(program, 1), pages=program.pages), tried):
         return False
-    levels = levels_of_safe_layers(program, layers) if local_layers(program) is not None else None
+    levels = levels_of_safe_layers(program, layers) if local_layers(program) is layers else None
     if levels is None:
         return False
     stats |= _counts(program) | {"levels": levels}
@@ -69,13 +77,11 @@ def _counts(program: MegakernelProgram) -> dict[str, int]:
 
 def used_sms(program: MegakernelProgram) -> int:
     """The number of SMs with tasks, over all GPUs."""
-    tasks = program.tasks
-    if not isinstance(tasks, Runs):
-        return len({(task.rank, task.sm) for task in tasks if task.sm is not None})
+    tasks = as_runs(program)
     if program.ranks == 1:
-        return len(tasks.used_sms)
-    places = zip(tasks.runs, pairwise(tasks.first), strict=True)
-    return len({(run.rank, sm) for run, (start, end) in places for sm in tasks.sms[start:end]})
+        return len(tasks.used_sms - {NO_SM})
+    used = {(run.rank, sm) for run, first in tasks.placed for sm in tasks.sms[first : first + len(run.tiles)]}
+    return sum(sm != NO_SM for _, sm in used)
 
 
 def weight_bytes(program: MegakernelProgram) -> int:
@@ -87,11 +93,10 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
     tasks = program.tasks
     stats |= _counts(program)
     _check_gpu_label(program, findings)
-    if isinstance(tasks, Runs):
-        levels = levels_of_safe_runs(program)
-        if levels is not None:
-            stats["levels"] = levels
-            return
+    levels = levels_of_safe_runs(program)
+    if levels is not None:
+        stats["levels"] = levels
+        return
     check_tasks(program, findings)
     check_waits(program, findings)
     if not findings.errors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Final
 
-from flywheel.ir.compressed import LayeredTable, Layers, Run, Runs, repeated
+from flywheel.ir.compressed import Brief, Layers, Run, as_runs, brief_of, column_of, repeated
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, PageAllocation
@@ -25,35 +25,32 @@ def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | N
     None where they might find one; then a check of every task says which. The layers must be local. The pages, and the
     program with the template once, must have passed `check_structure`.
     """
-    runs, buffers = program.tasks, program.buffers
-    assert isinstance(runs, Runs)
-    assert isinstance(buffers, LayeredTable)
-    if not _are_placed(runs.used_sms, program):
+    if not _are_placed(as_runs(program).used_sms, program):
         return None
-    if program.pages is not None and not _fit_pages(buffers, program.pages):
+    if program.pages is not None and not _fit_pages(program.buffers, program.pages):
         return None
     shared = program.pages is not None and len(set(program.pages.buffer_to_page.values())) < len(
         program.pages.buffer_to_page
     )
-    brief = min(layers.times, _NEAR if shared else 2)
-    accesses = accesses_of_safe_runs(repeated(program, brief))
+    brief, times = brief_of(program), min(layers.times, _NEAR if shared else 2)
+    accesses = accesses_of_safe_runs(repeated(program, times))
     if accesses is None:
         return None
-    if shared and program.pages is not None and not pages_pass_on(program.pages, runs, layers, brief, accesses):
+    if shared and program.pages is not None and not pages_pass_on(program.pages, brief, times, accesses):
         return None
-    return _depth(runs.spelled, layers)
+    return _depth(brief)
 
 
 def _are_placed(used: Set[int], program: MegakernelProgram) -> bool:
     return not used or (min(used) >= 0 and (program.target is None or max(used) < program.target.num_sms))
 
 
-def _fit_pages(buffers: LayeredTable[Buffer], pages: PageAllocation) -> bool:
+def _fit_pages(buffers: Sequence[Buffer], pages: PageAllocation) -> bool:
     """Whether each paged buffer is an activation that fits its page."""
     if any(page.space in PER_SM_SPACES for page in pages.pages):
         return False
     room = {page.id: page.nbytes for page in pages.pages}
-    paged = buffers.column(lambda each: each.nbytes if each.kind is BufferKind.ACTIVATION else None)
+    paged = column_of(buffers, lambda each: each.nbytes if each.kind is BufferKind.ACTIVATION else None)
     for number, page in pages.buffer_to_page.items():
         nbytes = paged[number] if number < len(paged) else None
         if nbytes is None or nbytes > room.get(page, 0):
@@ -61,27 +58,27 @@ def _fit_pages(buffers: LayeredTable[Buffer], pages: PageAllocation) -> bool:
     return True
 
 
-def _depth(runs: Sequence[Run], layers: Layers) -> int:
+def _depth(brief: Brief) -> int:
     """The number of levels over all layers, which is the length of the longest chain of counters."""
-    span, counters, times = layers.runs, layers.counters, layers.times
+    counters, times = brief.layers.counters, brief.layers.times
+    before, template, behind = brief.parts
     levels: dict[int, int] = {}
-    _climb(runs[: span.start], levels)
+    _climb(before, levels)
     deepest = max(levels.values(), default=0)
-    template = runs[span.start : span.stop]
     own = range(counters.start, counters.stop)
     for again in range(times):
-        before = [levels.get(number, 0) for number in own]
+        last = [levels.get(number, 0) for number in own]
         for number in own:
             if number in levels:
                 levels[number - counters.size] = levels.pop(number)
         _climb(template, levels)
-        steps = {levels.get(number, 0) - level for number, level in zip(own, before, strict=True)}
+        steps = {levels.get(number, 0) - level for number, level in zip(own, last, strict=True)}
         if again > 1 and len(steps) == 1 and (step := steps.pop()) >= 0:
             # All later layers rise by the same step: they wait at the levels of the layer before.
             levels |= {number: levels[number] + step * (times - 1 - again) for number in own if number in levels}
             break
         deepest = max([deepest, *levels.values()])
-    _climb(runs[span.stop :], levels)
+    _climb(behind, levels)
     return max([deepest, *levels.values()])
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from flywheel.ir.access import TILED_OPS, WHOLE, Region, tile
-from flywheel.ir.compressed import Run, Runs, Stretch, Tile, Tiles, ends_of, stretches_of, task_of
+from flywheel.ir.compressed import Run, Runs, Stretch, Tiles, as_runs, ends_of, task_of
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
 from flywheel.ir.exchange import is_push
 from flywheel.ir.program import MegakernelProgram
@@ -24,15 +24,15 @@ from flywheel.ir.validate.races import Accesses, check_races
 from flywheel.ir.validate.ranks import check_exchanges, check_places
 from flywheel.ir.validate.tasks import check_tasks
 
-_AnyTiles = Tiles | tuple[Tile, ...]
-
 
 def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
     """The number of levels of the program's order, if the rules after `check_structure` find neither error nor warning.
 
-    None where they might find one; then a check of every task says which. The program has runs, and has passed
-    `check_structure`.
+    None where they might find one; then a check of every task says which. None for tasks that are no runs, too: their
+    proof relies on no runs, and tests compare with it. The program has passed `check_structure`.
     """
+    if not isinstance(program.tasks, Runs):
+        return None
     accesses = accesses_of_safe_runs(program)
     return None if accesses is None else accesses.done.depth
 
@@ -40,8 +40,7 @@ def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
 def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     """The accesses of the first task of each run, which stands for all its tasks; None where `levels_of_safe_runs` is
     None."""
-    runs = program.tasks
-    assert isinstance(runs, Runs)
+    runs = as_runs(program)
     num_sms = program.target.num_sms if program.target is not None else None
     used = runs.used_sms
     if used and (min(used) < 0 or (num_sms is not None and max(used) >= num_sms)):
@@ -65,7 +64,7 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     if findings.errors or findings.warnings:
         return None
     firsts = tuple(
-        [task_of(run, stretches_of(run.tiles)[0], first, 0) for run, first in zip(runs.runs, runs.first, strict=False)]
+        [task_of(run, run.tiles.stretches[0], first, 0) for run, first in zip(runs.runs, runs.first, strict=False)]
     )
     check_places(replace(program, tasks=firsts), findings)
     if findings.errors:
@@ -127,7 +126,7 @@ class _Columns:
             return False
         return buffers[run.outputs[0]].kind is not BufferKind.KV_CACHE and self._read(run.tiles) is not None
 
-    def _read(self, tiles: _AnyTiles) -> list[Region] | None:
+    def _read(self, tiles: Tiles) -> list[Region] | None:
         """The columns of the tiles. None where a tile names no columns, where two overlap, or where tiles differ in K,
         in rows or in the rows that they attend to."""
         if id(tiles) not in self._known:
@@ -135,8 +134,8 @@ class _Columns:
         return self._known[id(tiles)]
 
 
-def _merged(tiles: _AnyTiles) -> list[Region] | None:
-    stretches = stretches_of(tiles)
+def _merged(tiles: Tiles) -> list[Region] | None:
+    stretches = tiles.stretches
     found = sorted([region for each in stretches if (region := _columns_of(each)) is not None])
     if len(found) < len(stretches) or any(one[1] > other[0] for one, other in pairwise(found)):
         return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flywheel.ir.access import reads_window
-from flywheel.ir.compressed import Runs, stretches_of, task_of
+from flywheel.ir.compressed import as_runs, task_of
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.lanes import lane_of, lanes_of_caches
 from flywheel.ir.opcodes import InstructionKind
@@ -27,7 +27,8 @@ from flywheel.ir.validate.findings import Findings
 def check_lanes(program: MegakernelProgram, findings: Findings) -> None:
     """Every task that touches a cache of several lanes appends one row to it, or attends to rows up to its lane's."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
-    laned = lanes_of_caches(list(tasks_with(program, buffers)), buffers)
+    every = {number: buffer for number, buffer in buffers.items() if buffer.kind is BufferKind.KV_CACHE}
+    laned = lanes_of_caches(list(tasks_with(program, every)), buffers)
     caches = {number: buffers[number] for number in laned}
     if not caches:
         return
@@ -157,12 +158,10 @@ def check_sequences(program: MegakernelProgram, findings: Findings) -> None:
 
 def tasks_with(program: MegakernelProgram, caches: Mapping[int, Any]) -> Iterator[Task]:
     """Tasks that touch these caches; of a run, one a stretch of tiles."""
-    tasks = program.tasks
-    if not isinstance(tasks, Runs):
-        yield from tasks
-        return
-    for run, first in zip(tasks.runs, tasks.first, strict=False):
+    tasks = as_runs(program)
+    for run, place in tasks.placed:
         if caches.keys().isdisjoint(run.inputs) and caches.keys().isdisjoint(run.outputs):
             continue
-        for stretch in stretches_of(run.tiles):
-            yield task_of(run, stretch, first, 0)
+        for stretch in run.tiles.stretches:
+            yield task_of(run, stretch, tasks.ids[place], 0)
+            place += stretch.n_tiles

@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from flywheel.ir.compressed import Layers, Run, Runs
+from flywheel.ir.compressed import Brief, Layers, Run
 from flywheel.ir.records import PageAllocation
 from flywheel.ir.validate.memory import Lives
 from flywheel.ir.validate.races import Accesses
 
 
-def pages_pass_on(pages: PageAllocation, runs: Runs, layers: Layers, brief: int, accesses: Accesses) -> bool:
+def pages_pass_on(pages: PageAllocation, brief: Brief, times: int, accesses: Accesses) -> bool:
     """Whether each buffer of a page is written only after all uses of the one before it are done.
 
-    The decision is made in the program with the template `brief` times, whose accesses are given. It is also False
-    where two consecutive buffers are too far apart for that program. `layers` must be local.
+    The decision is made in the program with the template `times` times, whose accesses are given. It is also False
+    where two consecutive buffers are too far apart for that program. The layers must be local.
     """
-    places = _first_writes(runs.spelled)
-    parts = _PageParts(layers, brief)
+    layers = brief.layers
+    places = _first_writes(brief.runs)
+    parts = _PageParts(layers, times)
     members: dict[int, list[tuple[int, int]]] = {}
     n_runs, n_buffers = layers.runs.size, layers.buffers.size
     for number, page in pages.buffer_to_page.items():

@@ -12,7 +12,7 @@ from math import isfinite, prod
 from operator import attrgetter
 from typing import Any, Final
 
-from flywheel.ir.compressed import Runs, ends_of, stretches_of, task_of
+from flywheel.ir.compressed import Runs, distinct_tasks
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import InstructionKind
@@ -70,7 +70,7 @@ def check_structure(program: object, findings: Findings) -> bool:
     tables: list[tuple[str, object, type]] = [
         ("buffer", program.buffers, Buffer),
         ("counter", program.counters, Counter),
-        ("task", _shown(program.tasks), Task),
+        ("task", distinct_tasks(program.tasks), Task),
     ]
     if _header(program, findings) and program.pages is not None:
         tables.append(("page", program.pages.pages, Page))
@@ -82,23 +82,9 @@ def check_structure(program: object, findings: Findings) -> bool:
                     _check_field(name, records, rule, findings)  # type: ignore[arg-type]
     if not findings.errors:
         for name, records, kind in tables:
-            if kind is not Task or records is program.tasks:
+            if kind is not Task or len(records) == len(program.tasks):  # type: ignore[arg-type]
                 _unique(name, records, findings)  # type: ignore[arg-type]
     return not findings.errors
-
-
-def _shown(tasks: object) -> object:
-    """The tasks that have all distinct fields: all tasks, but of runs the first task of each and, for shared tiles, the
-    ends of stretches. A run's ids are places."""
-    if type(tasks) is not Runs or not hasattr(tasks, "sms"):  # an object made by `__new__` alone lacks it
-        return tasks
-    seen: set[int] = set()
-    shown: list[Task] = []
-    for run, first in zip(tasks.runs, tasks.first, strict=False):
-        tiles = [(0, stretches_of(run.tiles)[0])] if id(run.tiles) in seen else ends_of(run)
-        seen.add(id(run.tiles))
-        shown += [task_of(run, tile, first + place, tasks.sms[first + place]) for place, tile in tiles]
-    return shown
 
 
 def is_complete(program: MegakernelProgram) -> bool:

@@ -59,7 +59,7 @@ def waiting(program: MegakernelProgram, waits: Mapping[int, Sequence[tuple[int, 
 def found(program: MegakernelProgram) -> HandOffs:
     result = validate(program, strict=True)
     assert result.ok, result.report()
-    return by_data(program, group_tasks(program.tasks))
+    return by_data(program, group_tasks(program))
 
 
 def awaited(program: MegakernelProgram) -> set[str]:
@@ -73,7 +73,7 @@ def kept(program: MegakernelProgram) -> dict[int, set[tuple[int, int]]]:
 
 
 def is_by_counters(program: MegakernelProgram) -> bool:
-    return found(program) == by_counters(program, group_tasks(program.tasks))
+    return found(program) == by_counters(program, group_tasks(program))
 
 
 def test_a_chain_of_activations_needs_no_counter(chain: Chain) -> None:
@@ -220,7 +220,7 @@ def test_every_window_of_a_node_counts_for_what_its_tasks_wait_for(
     program = replace(
         whole, tasks=(*whole.tasks[:5], *tiles), buffers=(*whole.buffers[:-1], replace(output, shape=(1, 68)))
     )
-    assert len(group_tasks(program.tasks).firsts) == 6
+    assert len(group_tasks(program).firsts) == 6
     assert kept(program) == left
 
 
@@ -243,7 +243,7 @@ def test_a_wait_for_some_of_the_signals_vouches_for_none_of_those_who_give_them(
     shared = [replace(task, out_counter=0) if task.id == 1 else task for task in program.tasks]
     both = waiting(replace(program, tasks=tuple(shared)), {3: [(0, 2)]})
     assert not validate(both, strict=True).ok
-    assert by_data(both, group_tasks(both.tasks)) == by_counters(both, group_tasks(both.tasks))
+    assert by_data(both, group_tasks(both)) == by_counters(both, group_tasks(both))
 
 
 def test_a_task_is_told_of_counters_that_somebody_asks_alone(chain: Chain) -> None:
@@ -316,7 +316,7 @@ def test_a_decoder_by_data_makes_the_bytes_that_it_makes_by_counters(
 @pytest.mark.parametrize(("groups", "counters"), [("everything", 1), ("beside", 1), ("apart", 5), ("plain", 9)])
 def test_only_caches_and_the_token_keep_a_counter(groups: str, counters: int) -> None:
     program = decoder("llama", groups, 16, 1, "none", 1, DType.BF16)
-    hand_offs = by_data(program, group_tasks(program.tasks))
+    hand_offs = by_data(program, group_tasks(program))
     kinds = {program.buffers[row].kind for row in hand_offs.awaited}
     assert kinds == {ACT}
     assert {row for row, buffer in enumerate(program.buffers) if buffer.kind is ACT} == set(hand_offs.awaited)

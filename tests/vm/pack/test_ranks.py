@@ -324,7 +324,7 @@ def test_columns_that_tasks_write_twice_are_pushed_not_sent() -> None:
 
 
     def made(tasks: list[Task], sources: set[int]) -> list[tuple[list[int], int]]:
-        found, places = made_by(as_runs(tasks), buffers, sources, TileReader())
+        found, places = made_by(as_runs(MegakernelProgram(tasks=tasks)), buffers, sources, TileReader())
         return list(zip(found.T.tolist(), places.tolist(), strict=True))
 
     assert made(tiles[:2], {2}) == [([2, 0, 16, 1], 0), ([2, 16, 32, 1], 1)]
