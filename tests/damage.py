@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
+from shared_pages import in_pages
+
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, BufferKind, MegakernelProgram, Run, Runs, Tiles, Wait
 from flywheel.ir.compressed import tiles_of
@@ -19,7 +21,6 @@ TARGET: Final = replace(TARGETS["h200"], name="few", num_sms=6)
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True},
 }  # fmt: skip
-PAGES: Final = ("linear", "graph_color", "none")
 BATCHES: Final = (1, 2, 8)
 
 
@@ -29,13 +30,13 @@ def spec_of(family: str, n_layers: int) -> DecoderSpec:
 
 @cache
 def lowered(family: str, n_layers: int, batch: int, pages: str, seed: int) -> MegakernelProgram:
-    """A random schedule of the space with this page policy."""
+    """A random schedule of the space, in such pages."""
     work = Workload("small", spec_of(family, n_layers), TARGET, "bf16", 64, batch)
     space, chance = make_space(work), random.Random(f"{family} {n_layers} {batch} {pages} {seed}")
     while True:
         config = space.to_config({each.name: chance.choice(each.values) for each in space.dimensions})
         try:
-            return lower(work.graph, replace(config, page_allocation=pages), TARGET)
+            return in_pages(lower(work.graph, config, TARGET), pages)
         except ConfigError:
             continue
 

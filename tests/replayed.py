@@ -151,10 +151,10 @@ Found = dict[str, str]
 """Column -> cell."""
 
 UNSEARCHED: Final[Mapping[str, tuple[Value, ...]]] = {
-    "rows.kv": (1, 2), "pages": ("graph_color", "linear", "none"), "exchange.bits": (16, 32),
+    "rows.kv": (1, 2), "exchange.bits": (16, 32),
 }  # fmt: skip
-"""What a schedule can say and no knob decides, with values: the height of k and v tiles in tiles of q, which buffers
-share memory, and how long the summands are that GPUs send each other."""
+"""What a schedule can say and no knob decides, with values: the height of k and v tiles in tiles of q, and how long the
+summands are that GPUs send each other."""
 
 
 def _unsearched(config: ScheduleConfig, values: Mapping[str, Value]) -> ScheduleConfig:
@@ -164,7 +164,7 @@ def _unsearched(config: ScheduleConfig, values: Mapping[str, Value]) -> Schedule
         tiling[f"gemv.{projection}"]["N_tile"] *= int(values["rows.kv"])
     if values.get("exchange.bits") == 32:
         del tiling["exchange"]  # it says 16
-    return replace(config, tiling=tiling, page_allocation=str(values["pages"]))
+    return replace(config, tiling=tiling)
 
 
 def draw() -> list[Work]:

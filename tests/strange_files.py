@@ -47,7 +47,7 @@ _KNOBS: Final[Mapping[str, tuple[Any, ...]]] = {
     "threads": (192, "192", "320", 512, 0),
     "rows.qkv": ("16", 16, "16", "32", "0"),
     "fuse.out": ("1", "0", True, "2"),
-    "pages": ("none", "graph_color", "x"),
+    "pages": ("none", "x"),
     "hand_off": ("data", "counter", "?"),
     "": ("1",),
     "nothing": ("1",),
@@ -88,7 +88,7 @@ def sizes_of(config: Mapping[str, Any], random: Random) -> tuple[dict[str, Any],
         tiling["attention"] = {"kv_block": random.choice((16, 128, 4096))}
     if random.random() < 0.3:
         tiling["gemv"] = {"N_tile": random.choice((16, 64, 512))}
-    pages = {"page_allocation": random.choice(("none", "linear", "graph_color"))}
+    pages = {"page_allocation": random.choice(("none", "linear"))}
     return {**config, **sizes}, {"tiling": tiling, **(pages if random.random() < 0.5 else {})}
 
 

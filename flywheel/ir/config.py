@@ -25,7 +25,7 @@ class ScheduleConfig:
     fusion_grouping: Sequence[Sequence[str]] = ()
     sm_assignment: str | Mapping[int, int] = "load_balance"
     pipelining_depth: int = 2
-    page_allocation: str = "graph_color"
+    page_allocation: str = "none"
     threads_per_block: int = 256
     smem_bytes_per_block: int = 0
 

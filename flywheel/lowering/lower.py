@@ -12,7 +12,6 @@ from flywheel.ir.compressed import NO_LAYERS, Layers, Span, index_of, moved, tab
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import plan_fusion
-from flywheel.lowering.paging import allocate_pages
 from flywheel.lowering.placement import place
 from flywheel.lowering.ranks import Names, graphs_of, joined, place_ranks
 from flywheel.lowering.stamp import Sizes, Stamper
@@ -28,7 +27,7 @@ MAX_ATTENTION: Final = 1 << 13
 at."""
 
 MAX_BLOCKS: Final = 1 << 10
-"""Most KV blocks of a context. Each has a partial, and sharing pages compares partials pairwise. A search has 32."""
+"""Most KV blocks of a context, each of which has a partial. A search has 32."""
 
 ALIKE: Final = 3
 """How many periods of layers are stamped to see whether all are alike: the first, the template, and one to compare with
@@ -41,6 +40,9 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
     Raises ConfigError where a field of the config is out of bounds for this model and target, or contradicts another,
     and where the program would have more than MAX_TASKS tasks.
     """
+    if config.page_allocation != "none":
+        why = "buffers have memory of their own, and no pages, since 2026-11-28; leave it out"
+        raise ConfigError(f"page_allocation={config.page_allocation!r}: {why}")
     graphs = graphs_of(graph, config)
     scopes, blocks = _emit(graphs, config, target)
     _check_tasks(graph, blocks)
@@ -63,7 +65,6 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
         buffers=table_of(tables.buffers, layers),
         counters=table_of(tables.counters, layers),
         tasks=tasks,
-        pages=allocate_pages(tables.buffers, tasks, config.page_allocation),
         config=config,
         ranks=len(graphs),
     )  # fmt: skip

@@ -118,7 +118,7 @@ class Space:
             fusion_grouping=self._grouping(choice),
             sm_assignment=str(choice["placement"]),
             pipelining_depth=int(choice["depth"]),
-            page_allocation="none" if like is None else like.page_allocation,
+            page_allocation="none",
             threads_per_block=int(choice["threads"]),
             smem_bytes_per_block=int(choice["smem"]),
         )

@@ -94,14 +94,3 @@ def test_a_sum_right_behind_a_product_takes_no_time_of_its_own() -> None:
     sums = [span for span in spans if labels[span.task].endswith("_sum")]
     assert sums and all(span.end_us == span.start_us for span in sums)
     assert any(span.end_us > span.start_us for span in spans if labels[span.task].endswith("o_proj"))
-
-
-def test_pages_change_no_prediction_of_several_gpus() -> None:
-    """Each buffer has memory of its own there, whatever the config says."""
-    work = Workload("small", SPECS[0], TARGET, "bf16", 256, 1, ranks=2)
-    config = make_space(work).to_config(make_space(work).known_good()[0])
-    times = {
-        predict_us(lower(work.graph, replace(config, page_allocation=pages), TARGET))
-        for pages in ("none", "linear", "graph_color")
-    }
-    assert len(times) == 1

@@ -35,7 +35,7 @@ FUSED = (
 TILING = {"attention": {"kv_block": 64}, "gemv": {"N_tile": 64}}
 CONFIGS = {
     "by data": ScheduleConfig({**TILING, "hand_off": {"data": 1}}, FUSED, page_allocation="none"),
-    "by counters, pages shared": ScheduleConfig(TILING, FUSED, page_allocation="graph_color"),
+    "by counters": ScheduleConfig(TILING, FUSED),
 }
 FORMATS = (
     ("fp8", "bf16"), ("fp8-tensor", "bf16"), ("fp8-block", "bf16"), ("fp8-g128", "bf16"), ("fp8-g128", "f16"),

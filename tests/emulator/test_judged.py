@@ -11,6 +11,7 @@ from effort import pairs, sample
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from lies import LIES, MARGIN, Judges, Lie, layers_of, smallest, tell
+from shared_pages import in_pages
 
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import Judge, default_positions
@@ -31,7 +32,7 @@ FUSED = (
 CONFIGS = {
     "step by step": ScheduleConfig(threads_per_block=THREADS),
     "fused, by counters, pages shared": ScheduleConfig(
-        {"attention": {"kv_block": 64}, "gemv": {"N_tile": 48}}, FUSED, page_allocation="graph_color",
+        {"attention": {"kv_block": 64}, "gemv": {"N_tile": 48}}, FUSED,
         threads_per_block=THREADS,
     ),
     "fused, by data": ScheduleConfig(
@@ -52,7 +53,8 @@ def lowered(config: str, dtype: DType, batch: int) -> MegakernelProgram:
     target = replace(
         TARGETS["h100"], name="here", num_sms=gpu.num_sms, smem_bytes_per_block_optin=gpu.smem_optin_bytes
     )
-    return lower(decode_step(SPEC, CONTEXT, dtype, batch), CONFIGS[config], target)
+    program = lower(decode_step(SPEC, CONTEXT, dtype, batch), CONFIGS[config], target)
+    return in_pages(program, "shared" if "pages" in config else "none")
 
 
 @cache
@@ -77,7 +79,7 @@ def test_right_programs_are_far_from_the_bound(work: tuple[DType, int], config: 
     dtype, batch = work
     judge = Judge(oracle_of(dtype), dtype, CONTEXT, default_positions(CONTEXT), batch)
     with emulated_session(EmulatedGpu(), lowered(config, dtype, batch), SPEC, weights_of(dtype)) as session:
-        assert session.shares_memory == (config != "fused, by data")
+        assert session.shares_memory == ("pages" in config)
         verdict = judge.examine(session).verdict
     assert MARGIN * verdict.error <= verdict.bound, verdict
 

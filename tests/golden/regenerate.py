@@ -48,7 +48,6 @@ CONFIGS = {
                 _HEAD,
             ),
             sm_assignment="round_robin",
-            page_allocation="linear",
             threads_per_block=288,
         ),
     ),
@@ -57,7 +56,6 @@ CONFIGS = {
         ScheduleConfig(
             tiling={"gemv": {"N_tile": 32}, "attention": {"kv_block": 32}},
             sm_assignment={0: 3, 1: 2, 5: 0, 6: 0, 20: 1},
-            page_allocation="none",
         ),
     ),
 }  # fmt: skip

@@ -33,7 +33,7 @@ FUSED = (
 TILING = {"attention": {"kv_block": 64}, "gemv": {"N_tile": 64}}
 CONFIGS = {
     "by data": ScheduleConfig({**TILING, "hand_off": {"data": 1}}, FUSED, page_allocation="none"),
-    "by counters, pages shared": ScheduleConfig(TILING, FUSED, page_allocation="graph_color"),
+    "by counters": ScheduleConfig(TILING, FUSED),
 }
 MODELS = ("smollm2-135m", "llama3.2-1b")
 # The kernel itself moves appends to positions, so none goes to another row.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_pages import in_pages
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import Launched
@@ -151,7 +152,7 @@ def test_a_cached_row_that_a_launch_changes_is_no_pass(opened: Opened, monkeypat
 def test_what_shares_memory_is_judged_apart_and_must_give_the_same(
     lowered: Lowered, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, _ = opened(lowered(page_allocation="graph_color"))
+    session, _ = opened(in_pages(lowered(), "shared"))
     assert session.shares_memory
     assert judged(session).passed
     show = ReferenceSession.show

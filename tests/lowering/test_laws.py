@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,6 @@ from flywheel.ir import (
     Task,
     at_position,
     program_from_json,
-    program_to_dict,
     program_to_json,
     validate,
 )
@@ -140,7 +138,6 @@ def foreign(draw: st.DrawFn, workload: Workload) -> ScheduleConfig:
         fusion_grouping=groups,
         sm_assignment=draw(st.sampled_from(("load_balance", "round_robin"))),
         pipelining_depth=draw(st.integers(0, 1024)),
-        page_allocation=draw(st.sampled_from(("linear", "graph_color", "none"))),
         threads_per_block=32 * draw(st.integers(4, 32)),
     )
     if draw(st.booleans()):
@@ -337,18 +334,3 @@ def test_every_program_can_be_moved_along_the_sequence(case: Case, data: st.Data
         reach = max(t.params["kv_start"] + t.params["kv_len"] for t in moved.tasks if t.params.get("kv_len"))
         assert reach == pos + 1
     assert at_position(program, case.context - 1).tasks == program.tasks
-
-
-@given(cases())
-def test_pages_hold_their_buffers_and_colouring_never_costs_memory(case: Case) -> None:
-    linear = replace(case, config=replace(case.config, page_allocation="linear")).program
-    coloured = replace(case, config=replace(case.config, page_allocation="graph_color")).program
-    bare = replace(case, config=replace(case.config, page_allocation="none")).program
-    assert bare.pages is None
-    assert linear.pages is not None
-    assert coloured.pages is not None
-    activations = {b.id for b in bare.buffers if b.kind is BufferKind.ACTIVATION}
-    assert linear.pages.buffer_to_page.keys() == coloured.pages.buffer_to_page.keys() == activations
-    assert len(linear.pages.pages) == len(activations)
-    assert coloured.pages.total_scratch_bytes <= linear.pages.total_scratch_bytes
-    assert json.dumps(program_to_dict(coloured)["tasks"]) == json.dumps(program_to_dict(bare)["tasks"])

@@ -138,7 +138,7 @@ def test_the_whole_catalog_lowers_on_every_gpu() -> None:
         ({"threads_per_block": 2048}, ("threads_per_block=2048", "1024")),
         ({"pipelining_depth": -1}, ("pipelining_depth=-1", "0..1024")),
         ({"pipelining_depth": 1025}, ("pipelining_depth=1025", "0..1024")),
-        ({"page_allocation": "first\nfit"}, ("page_allocation", "linear, graph_color, none")),
+        ({"page_allocation": "first\nfit"}, ("page_allocation", "memory of their own")),
         ({"sm_assignment": "random"}, ("sm_assignment='random'", "load_balance, idle_first, round_robin")),
         ({"sm_assignment": {0: 6}}, ("sm_assignment", "task 0 on SM 6", "0..5")),
         ({"sm_assignment": {0: -1}}, ("sm_assignment", "task 0 on SM -1", "0..5")),

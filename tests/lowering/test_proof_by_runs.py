@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from damage import BATCHES, FAMILIES, PAGES, damaged, lowered
+from damage import BATCHES, FAMILIES, damaged, lowered
+from shared_pages import PAGES
 
 from flywheel.ir import MegakernelProgram, Runs, validate
 from flywheel.ir.compressed import spelled_out

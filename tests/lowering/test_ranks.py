@@ -188,21 +188,6 @@ def test_a_program_of_several_ranks_is_the_same_after_a_file() -> None:
     assert validate(again, strict=True).ok
 
 
-@pytest.mark.parametrize("policy", ["graph_color", "linear"])
-def test_pages_are_of_one_rank_and_hold_nothing_that_is_exchanged(policy: str) -> None:
-    for config in (PLAIN_CONFIG, FUSED_CONFIG):
-        program = shared(ranks=4, config=replace(config, page_allocation=policy))
-        assert validate(program, strict=True).ok
-        assert program.pages is not None
-        buffers = {buffer.id: buffer for buffer in program.buffers}
-        homes: dict[int, set[int]] = {}
-        for number, page in program.pages.buffer_to_page.items():
-            homes.setdefault(page, set()).add(buffers[number].rank)
-            assert "_out.p" not in buffers[number].name
-        assert all(len(ranks) == 1 for ranks in homes.values())
-        assert {rank for ranks in homes.values() for rank in ranks} == {0, 1, 2, 3}
-
-
 def test_each_weight_is_on_one_rank_or_on_all() -> None:
     program = shared(ranks=4)
     parts: dict[str, list[tuple[int, int]]] = {}

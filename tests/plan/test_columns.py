@@ -36,7 +36,7 @@ def forms(program: MegakernelProgram) -> list[MegakernelProgram]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_form_of_a_program_has_one_id(family: str) -> None:
-    program = lowered(family, 6, 2, "graph_color", 3)
+    program = lowered(family, 6, 2, "shared", 3)
     assert layers_of(program) is not NO_LAYERS
     again = program_from_json(program_to_json(program))
     assert {program_id(each) for each in (*forms(program), again)} == {program_id(program)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flywheel.ir.compressed import (
     NO_LAYERS,
     NO_SM,
@@ -53,7 +51,7 @@ def validate(program: object, strict: bool = False) -> ValidationResult:
 def _is_proved_by_layers(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> bool:
     """Whether the proof by layers finds a program safe. It still warns of a wrong label."""
     layers, tried = layers_of(program), Findings(strict=True)
-    if layers is NO_LAYERS or not check_structure(replace(repeated(program, 1), pages=program.pages), tried):
+    if layers is NO_LAYERS or program.pages is not None or not check_structure(repeated(program, 1), tried):
         return False
     levels = levels_of_safe_layers(program, layers) if local_layers(program) is layers else None
     if levels is None:

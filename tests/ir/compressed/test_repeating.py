@@ -32,7 +32,7 @@ def test_the_brief_of_a_program_has_its_template_once_and_all_of_a_program_witho
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_what_is_read_off_a_brief_is_read_off_the_tasks(family: str) -> None:
-    program = lowered(family, 5, 8, "linear", 2)
+    program = lowered(family, 5, 8, "own", 2)
     spelled = spelled_out(program)
     listed = replace(spelled, tasks=tuple(program.tasks))
     for read in (variant_of, weight_bytes_read, lanes_of):

@@ -12,6 +12,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_pages import PAGES, in_pages
 
 from flywheel.ir import (
     TARGETS,
@@ -279,7 +280,7 @@ def decoder(model: str, groups: str, kv_block: int, batch: int, pages: str, by: 
     names = {op.name for op in (*graph.kinds[0].ops, *graph.epilogue.ops)} | {"attn_combine"}
     grouping = [tuple(name for name in group if name in names) for group in GROUPINGS[groups]]
     tiling = {"gemv": {"N_tile": 32}, "attention": {"kv_block": kv_block}, "hand_off": {"data": by}}
-    return lower(graph, ScheduleConfig(tiling, tuple(grouping), page_allocation=pages), FEW)
+    return in_pages(lower(graph, ScheduleConfig(tiling, tuple(grouping)), FEW), pages)
 
 
 def all_awaited_are_written(table_vm: ModuleType, vm: Any, packed: PackedProgram) -> bool:
@@ -294,7 +295,7 @@ def all_awaited_are_written(table_vm: ModuleType, vm: Any, packed: PackedProgram
 @settings(max_examples=examples(50, 8))
 @given(
     model=st.sampled_from(sorted(SPECS)), kv_block=st.sampled_from((16, 48)), batch=st.sampled_from((1, 2)),
-    pages=st.sampled_from(("none", "linear", "graph_color")), pos=st.sampled_from((None, 0, 17, 47)),
+    pages=st.sampled_from(PAGES), pos=st.sampled_from((None, 0, 17, 47)),
     dtype=st.sampled_from((DType.F32, DType.BF16)),
 )  # fmt: skip
 def test_a_decoder_by_data_makes_the_bytes_that_it_makes_by_counters(
@@ -308,7 +309,7 @@ def test_a_decoder_by_data_makes_the_bytes_that_it_makes_by_counters(
         vm = table_vm.TableVM(packed, program, values(program, 0 if pos is None else pos))
         results.append(vm.run(-1 if pos is None else pos))
         assert all_awaited_are_written(table_vm, vm, packed)
-        assert bool(packed.arena.awaited_bytes) == (by == 1 and pages != "graph_color")
+        assert bool(packed.arena.awaited_bytes) == (by == 1 and pages != "shared")
     counted, looked = ({name: table_vm.bits_of(each).tobytes() for name, each in made.items()} for made in results)
     assert counted == looked
 

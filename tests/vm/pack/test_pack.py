@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shared_pages import PAGES, in_pages
 
 from flywheel.errors import ConfigError, FlywheelError, InvalidProgramError
 from flywheel.ir import (
@@ -148,9 +149,9 @@ def test_equal_steps_are_stored_once() -> None:
     assert len({packed.steps[first : first + length].tobytes() for first, length in runs}) == len(runs)
 
 
-@pytest.mark.parametrize("pages", ["graph_color", "linear", "none"])
+@pytest.mark.parametrize("pages", PAGES)
 def test_buffers_lie_where_the_reference_vm_has_them(pages: str) -> None:
-    program = lower(decode_step(SPEC, 48, BF16), replace(CONFIGS["plain"], page_allocation=pages), FEW)
+    program = in_pages(lower(decode_step(SPEC, 48, BF16), CONFIGS["plain"], FEW), pages)
     packed = pack(program)
     tensors = Arena(program, "cpu").tensors()  # type: ignore[arg-type]
     start = min(tensor.data_ptr() for tensor in tensors.values())

@@ -57,7 +57,6 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
         },
         fusion_grouping=tuple(groups),
         sm_assignment=draw(st.sampled_from(("load_balance", "round_robin"))),
-        page_allocation=draw(st.sampled_from(("graph_color", "none"))),
         threads_per_block=32 * draw(st.sampled_from((4, 7, 10, 32 if batch < 5 else 10))),
     )
     return lower(graph, config, draw(st.sampled_from((FEW, replace(FEW, num_sms=1)))))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from shared_pages import PAGES, in_pages
 from torch import Tensor
 
 from flywheel.errors import InvalidProgramError, TensorError
@@ -185,7 +186,7 @@ def test_a_stuck_program_names_the_waits(lowered: Build, filled: Fill) -> None:
 
 
 def test_pages_that_are_reused_too_early_corrupt_the_result(lowered: Build, filled: Fill) -> None:
-    program = lowered(ScheduleConfig(page_allocation="linear"))
+    program = in_pages(lowered(ScheduleConfig()), "own")
     assert program.pages is not None
     names = {buffer.name: buffer.id for buffer in program.buffers}
     homes = dict(program.pages.buffer_to_page)
@@ -212,10 +213,11 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(dtype: DType, lowered: Build, filled
     torch.testing.assert_close(got.cpu(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("policy", ["linear", "graph_color", "none"])
-def test_page_reuse_that_is_proved_changes_nothing(policy: str, lowered: Build, filled: Fill) -> None:
-    program = lowered(ScheduleConfig(page_allocation=policy))
-    plain = lowered(ScheduleConfig(page_allocation="none"))
+@pytest.mark.parametrize("pages", PAGES)
+def test_page_reuse_that_is_proved_changes_nothing(pages: str, lowered: Build, filled: Fill) -> None:
+    plain = lowered(ScheduleConfig())
+    program = in_pages(plain, pages)
+    assert validate(program, strict=True).ok
     wanted = ReferenceVM(plain).run(filled(plain))["logits"]
     assert torch.equal(ReferenceVM(program).run(filled(program), "adversarial", 3)["logits"], wanted)
 
