@@ -74,10 +74,10 @@ def _extent_of(tasks: Runs, texts: _Texts) -> tuple[int, int]:
     """The bytes and the values of the text of all tasks, as far as they follow from the first tile of each stretch."""
     layers, nbytes, values = tasks.layers, 0, 0
     for place, run in enumerate(tasks.spelled):
-        times = layers.times if layers is not None and layers.runs.start <= place < layers.runs.stop else 1
+        times = layers.times if layers.runs.start <= place < layers.runs.stop else 1
         for each in run.tiles.stretches:
             text = texts.task(task_of(run, each, 0, 0))
-            count = times * getattr(each, "n_tiles", 1)
+            count = times * each.n_tiles
             nbytes += count * len(text)
             values += count * sum(map(text.count, ",[{"))
     return nbytes, values

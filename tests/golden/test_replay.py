@@ -90,7 +90,7 @@ def unchanged(work: Work) -> Found:
 CHANGES: Final[dict[str, tuple[str, Any, set[str], set[str]]]] = {
     "packing": ("flywheel.vm.pack.memory.ALIGNMENT", 512, {"arena"}, {"document", "steps.op", "latency_us"}),
     "the stream": (
-        "flywheel.plan.chunks.CHUNK_UNITS", 5.0, {"segments.chunk_kblocks"}, {"document", "arena", "latency_us"}
+        "flywheel.plan.stream.CHUNK_UNITS", 5.0, {"segments.chunk_kblocks"}, {"document", "arena", "latency_us"}
     ),
     "lowering": (
         "flywheel.lowering.placement.TASK_COST_BYTES", 0, {"document", "instructions.sm"}, {"config", "findings"}
