@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -145,7 +146,6 @@ def _works(units: Units, plan: Plan, own: Ints) -> list[_UnitWork]:
     program, nothing is staged for a later task or sliced."""
     buffers = [buffer for buffer in units.brief.buffers if buffer.kind not in STREAMED_KINDS]
     dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
-    recipes: dict[Recipe | None, _Steps] = {}
     made = plan.found if isinstance(plan.found, Routines) else None
     slices = [] if made is None else [
         max([each.steps[place].n_slices for place in each.matrices], default=1) for each in made.by_form
@@ -153,10 +153,7 @@ def _works(units: Units, plan: Plan, own: Ints) -> list[_UnitWork]:
     nodes = plan.grouping.node_of[own[units.places(len(own))]].tolist()
     works = []
     for unit, node in zip(units.units, nodes, strict=True):
-        recipe = unit.params.get("recipe")
-        steps = recipes.get(recipe) if unit.op is InstructionKind.FUSED else None
-        if steps is None:
-            steps = recipes[recipe] = _steps(unit)
+        steps = _steps(unit)
         read = tuple([number for number in unit.inputs if number in sizes])
         nbytes = sum([sizes[number] for number in read])
         for place, numel in steps.parts.items():
@@ -191,7 +188,7 @@ def _kinds(
     for value in codes.tolist():
         rest, n_readers = divmod(value, most)
         unit, again, free = rest // 4, rest // 2 % 2, rest % 2
-        kind = _kind(works[unit], bool(again), n_readers)._replace(added=bool(free))
+        kind = _kind(works[unit], bool(again), n_readers, bool(free))
         kind_of.append(kinds.setdefault(kind, len(kinds)))
     return list(kinds), np.array(kind_of, np.int64)[alike]
 
@@ -232,7 +229,7 @@ _TABLE: Final = 1 << 22
 """Bound of codes up to which a table is faster than a sort."""
 
 
-def _kind(work: _UnitWork, staged: bool, readers: int) -> Kind:
+def _kind(work: _UnitWork, staged: bool, readers: int, added: bool) -> Kind:
     steps, unit = work.steps, work.unit
     return Kind(
         streamed_bytes=0 if steps.attends else unit.est_bytes,
@@ -244,14 +241,19 @@ def _kind(work: _UnitWork, staged: bool, readers: int) -> Kind:
         attends=steps.attends,
         slices=work.slices,
         codes=steps.codes,
+        added=added,
         multiplies=steps.multiplies,
     )
 
 
 def _steps(task: Unit) -> _Steps:
-    if task.op is not InstructionKind.FUSED:
-        return _Steps(task.op in PRODUCTS, task.op in ATTENTIONS, {})
-    recipe: Recipe = task.params["recipe"]
+    if task.op is InstructionKind.FUSED:
+        return _fused(task.params["recipe"])
+    return _Steps(task.op in PRODUCTS, task.op in ATTENTIONS, {})
+
+
+@lru_cache(maxsize=1 << 12)
+def _fused(recipe: Recipe) -> _Steps:
     working = [step for step in recipe.steps if step.op is not _COPY]
     whole = {arg for step in working for arg in step.args}
     sources = [(step.args[0], step.numel) for step in recipe.steps if step.op is _COPY]

@@ -121,7 +121,7 @@ class _NodeAccesses:
         if buffer.kind is not BufferKind.ACTIVATION or buffer.dtype not in COMPUTE_DTYPES:
             return False
         writers = self.writers[number]
-        if set(writers) & set(self.readers[number]):
+        if not set(writers).isdisjoint(self.readers[number]):
             return False
         return not any(copies(self.tasks[node], number) for node in writers) and self._is_written_once(number)
 
@@ -175,14 +175,14 @@ class _NodeAccesses:
 
     def _end_read(self, reader: int, number: int) -> int | None:
         """The row of a cache before which the reader's tasks stop reading; None where they may read any row."""
-        task, ends = self.tasks[reader], []
-        for place in [place for place, read in enumerate(task.inputs) if read == number]:
-            for params in self.params[reader]:
-                end = past_rows_end(task if params is task.params else replace(task, params=params), place)
-                if end is None:
-                    return None
-                ends.append(end)
-        return max(ends)
+        task = self.tasks[reader]
+        ends = [
+            past_rows_end(task if params is task.params else replace(task, params=params), place)
+            for place, read in enumerate(task.inputs)
+            if read == number
+            for params in self.params[reader]
+        ]
+        return None if None in ends else max(ends)  # type: ignore[type-var]
 
     def between(self, one: int, other: int) -> tuple[set[Wait], set[Wait]] | None:
         """(waits of node `one` for all of `other`, waits of `other` for all of `one`); None where there are none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -150,9 +151,14 @@ def _read_tiles(run: Run, kinds: _Kinds) -> _RunTiles:
 def _kind(params: Mapping[str, Any]) -> Hashable:
     """The params that determine a task's steps: the recipe, the values that no tile changes, and the names of the
     others."""
-    names = params.keys()
-    own = tuple(sorted((name, params[name]) for name in _OWN_PARAMS & names))
-    return params.get("recipe"), own, frozenset(INHERITED_PARAMS & names), params.get("kv_rows")
+    own, given = _names(tuple(params))
+    return params.get("recipe"), tuple([(name, params[name]) for name in own]), given, params.get("kv_rows")
+
+
+@lru_cache(maxsize=1 << 10)
+def _names(names: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Of the names of params, (those with values that no tile changes, sorted; those that tiles may change)."""
+    return tuple(sorted(_OWN_PARAMS & set(names))), frozenset(INHERITED_PARAMS & set(names))
 
 
 def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Node], list[Form]]:
@@ -198,11 +204,12 @@ def _form(
     widest: int,
 ) -> Form:
     params = task.params
+    own, given = _names(tuple(params))
     return Form(
         op=task.op,
         recipe=params["recipe"] if task.op is InstructionKind.FUSED else None,
-        own={name: params[name] for name in sorted(_OWN_PARAMS & params.keys())},
-        given=frozenset(INHERITED_PARAMS & params.keys()),
+        own={name: params[name] for name in own},
+        given=given,
         kv_rows=params.get("kv_rows"),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
