@@ -26,7 +26,7 @@ from flywheel.ir.access import multi_row_buffers
 from flywheel.judge.verdicts import Judge, make_judge
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import RopeScaling
+from flywheel.models.rope import RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -43,6 +43,9 @@ SPECS: Final = {
     "smollm3": DecoderSpec(
         "small", "smollm3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, nope_every=2, qkv_bias=True, o_bias=True,
         mlp_bias=True,
+    ),
+    "phi3": DecoderSpec(
+        "small", "phi3", 48, 80, 1, 4, 2, 16, 70, 1e4, 1e-5, 64, rope_scaling=YarnRope(4.0, 16, 1.25), rotary_dim=12
     ),
 }
 FUSED: Final = [

@@ -13,7 +13,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import RopeScaling
+from flywheel.models.rope import LongRope, RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -23,6 +23,7 @@ SMALL = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 128)
 FAMILIES = {
     "llama": replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
     "tied": replace(SMALL, tied_head=True),
+    "phi3": replace(SMALL, rope_scaling=LongRope((1.0,) * 6, (1.5,) * 6, 20, 1.25), rotary_dim=12),
     "qwen2": replace(SMALL, qkv_bias=True),
     "qwen3": replace(SMALL, qk_norm=True),
     "smollm3": replace(SMALL, family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True),

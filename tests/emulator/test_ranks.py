@@ -26,6 +26,7 @@ from flywheel.vm.pack import pack_ranks
 SPEC = DecoderSpec("tiny", "llama", 64, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"tied_head": True}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True},
+    "phi3": {"rotary_dim": 8},
     "smollm3": {"nope_every": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
 }  # fmt: skip
 FUSED = (

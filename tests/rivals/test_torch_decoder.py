@@ -24,7 +24,7 @@ from flywheel.models.families import layer_weight_shapes
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import quantise, quantised
-from flywheel.models.rope import RopeScaling
+from flywheel.models.rope import LongRope, RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
@@ -38,6 +38,9 @@ SPECS = (
     LLAMA,
     dataclasses.replace(LLAMA, name="scaled", tied_head=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
     dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4),
+    dataclasses.replace(
+        LLAMA, name="phi3", family="phi3", rope_scaling=LongRope((1.0,) * 6, (1.5,) * 6, 20, 1.25), rotary_dim=12
+    ),
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
     dataclasses.replace(
