@@ -171,7 +171,8 @@ def compile_step(step: Step, sources: Path, trace: bool) -> None:
     variant = packed.variant
     compile_variant(
         arch_name(variant.sm_arch), variant.threads, DTYPES[step.shared[2]], matrix_warps=variant.matrix_warps,
-        rows=variant.rows, formats=variant.formats, trace=trace, ranked=variant.ranked, sources=sources,
+        rows=variant.rows, formats=variant.formats, trace=trace, ranked=variant.ranked,
+        features=variant.features, sources=sources,
     )  # fmt: skip
 
 

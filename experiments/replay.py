@@ -3,12 +3,13 @@
     python experiments/replay.py check
     python experiments/replay.py record
     python experiments/replay.py draw
+    python experiments/replay.py add
 
 `check` makes everything of the works in tests/golden/replay.tsv again. It prints for each work that differs the first
 column that does, and the names of the others. It fails if a work differs, or the words of a kernel's source in
 tests/golden/kernels.tsv. `record` writes both files again, for the same works, and prints how many works differ in
 which columns: do it for a difference that is meant, and say in the commit which. `draw` writes them for works drawn
-from today's search space. tests/replayed.py says what is kept.
+from today's search space. `add` adds the works of families that have none yet. tests/replayed.py says what is kept.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ import replayed
 def main() -> int:
     """Check or record; whether something differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("check", "record", "draw"))
+    parser.add_argument("what", choices=("check", "record", "draw", "add"))
     what = parser.parse_args().what
     began = perf_counter()
     gc.freeze()
     gc.disable()
     kept = [(work, {}) for work in replayed.draw()] if what == "draw" else replayed.read()
+    if what == "add":
+        known = {work.number for work, _ in kept}
+        added = [work for work in replayed.further() if work.number not in known]
+        replayed.write(*zip(*kept, *[(work, replayed.results_of(work)) for work in added], strict=True))
+        replayed.write_kernels()
+        print(f"{len(added)} works added ({perf_counter() - began:.0f} s)")
+        return 0
     if what == "check":
         wrong = check(kept)
         print(f"{len(kept)} works, {wrong} differ ({perf_counter() - began:.0f} s)")

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from flywheel.ir.dtype import DType
+from flywheel.ir.dtype import COMPUTE_DTYPES, DType
 
 TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
     {
@@ -27,6 +27,11 @@ TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
     }
 )
 """The torch type of each element type; I4, which torch lacks, as bytes of two elements each."""
+
+
+def compute_type(dtype: torch.dtype) -> DType:
+    """The element type of a torch type in which steps compute."""
+    return next(each for each in COMPUTE_DTYPES if TORCH_DTYPES[each] == dtype)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

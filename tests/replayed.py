@@ -52,6 +52,8 @@ DRAWN: Final = 300
 """Works with a drawn schedule. The shipped schedules are works, too."""
 UNLIKE: Final = 12
 """Works of models with several kinds of layers."""
+LATER: Final = 1000
+"""Number of the first work of a further family."""
 
 _TINY: Final = (
     DecoderSpec("llama-tiny", "llama", 64, 96, 2, 4, 2, 16, 160, 1e4, 1e-5, 512,
@@ -75,8 +77,17 @@ _UNLIKE: Final = (
     DecoderSpec("smollm3-deep", "smollm3", 64, 192, 9, 12, 1, 16, 200, 1e6, 1e-6, 512, nope_every=2),
 )
 """Models of several kinds of layers. They have works of their own, behind all others."""
-MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE)}
-_JUDGED: Final = tuple([spec.name for spec in (*_TINY, *_UNLIKE)])
+_FURTHER: Final = (
+    DecoderSpec("granite-tiny", "granite", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, tied_head=True, embed_scale=12.0,
+                residual_scale=0.22, attention_scale=0.2, logits_scale=0.125),
+    DecoderSpec("olmo2-tiny", "olmo2", 64, 96, 3, 4, 2, 16, 160, 5e5, 1e-6, 512, norms="behind", qk_norm=True,
+                wide_qk_norm=True),
+    DecoderSpec("phi3-tiny", "phi3", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, rotary_dim=12),
+    DecoderSpec("glm-tiny", "glm", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, qkv_bias=True, rotary_dim=8),
+)  # fmt: skip
+"""Models of further families. Each has works of its own, two for a new one behind all others."""
+MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}
+_JUDGED: Final = tuple([spec.name for spec in (*_TINY, *_UNLIKE, *_FURTHER)])
 _FORMATS: Final = (
     "-", "-", "-", "int4", "int4-g64", "int4-g32-zeros", "int4-g32-f32", "int8", "int8-tensor", "int8-g32-zeros",
     "fp8", "fp8-block", "fp8-tensor", "int4-g32,lm_head=int8", "int8,down_proj=fp8", "fp8,o_proj=int4-g32-zeros",
@@ -182,15 +193,24 @@ def draw() -> list[Work]:
     drawn = [_drawn(number, alike) for number in range(DRAWN)]
     first = DRAWN + len(shipped)
     unlike = [_drawn(number, [spec.name for spec in _UNLIKE]) for number in range(first, first + UNLIKE)]
-    return [*drawn, *shipped, *unlike]
+    return [*drawn, *shipped, *unlike, *further()]
 
 
-def _drawn(number: int, models: Sequence[str]) -> Work:
+def further() -> list[Work]:
+    """The works of further families: one on one GPU, and one on two where these can share it."""
+    works = []
+    for place, spec in enumerate(_FURTHER):
+        works.append(_drawn(LATER + 2 * place, [spec.name], 1))
+        works.append(_drawn(LATER + 2 * place + 1, [spec.name], 1 if spec.wide_qk_norm else 2))
+    return works
+
+
+def _drawn(number: int, models: Sequence[str], wanted: int | None = None) -> Work:
     """A work of one of the models that the kernels run; of every 25th the first that was drawn, which they mostly
-    run."""
+    run. It is for so many GPUs as are `wanted`, if lanes allow it."""
     chance, gpus = random.Random(f"replay {number}"), ["h100", "h200", *TARGETS]
     gpu, (batch, lanes) = gpus[number % len(gpus)], _ROWS[number % len(_ROWS)]
-    ranks = 1 if lanes > 1 else (1, 1, 2, 3, 4)[number // len(_ROWS) % 5]
+    ranks = 1 if lanes > 1 else wanted or (1, 1, 2, 3, 4)[number // len(_ROWS) % 5]
     while True:
         model = chance.choice([*models, *[spec.name for spec in _MIDDLE if spec.name in models]])
         work = Work(
@@ -270,7 +290,8 @@ def _of_tables(program: MegakernelProgram) -> Found:
     parts = (packed,) if isinstance(packed, PackedProgram) else packed.parts
     variant = parts[0].variant
     defines = defines_of(
-        variant.threads, parts[0].dtype, variant.matrix_warps, variant.rows, variant.formats, ranked=variant.ranked
+        variant.threads, parts[0].dtype, variant.matrix_warps, variant.rows, variant.formats, ranked=variant.ranked,
+        features=variant.features,
     )
     given = " ".join([arch_name(variant.sm_arch), *[f"{name}={value}" for name, value in defines.items()]])
     found = {"kernel": given.replace("FW_", ""), "variant": _of([each.variant for each in parts])}

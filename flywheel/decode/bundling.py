@@ -42,7 +42,8 @@ class Compile(Protocol):
     """As `vm.gpu.nvrtc.compile_variant`."""
 
     def __call__(
-        self, arch: str, threads: int, dtype: DType, *, matrix_warps: int, rows: int, formats: tuple[int, ...]
+        self, arch: str, threads: int, dtype: DType, *, matrix_warps: int, rows: int, formats: tuple[int, ...],
+        features: tuple[str, ...],
     ) -> CompiledVariant: ...
 
 
@@ -74,7 +75,7 @@ def make_bundle(
     assert target is not None
     kernel = compile_kernel(
         arch_name(target.sm_arch), variant.threads, interface.dtype, matrix_warps=variant.matrix_warps,
-        rows=variant.rows, formats=variant.formats,
+        rows=variant.rows, formats=variant.formats, features=variant.features,
     )  # fmt: skip
     weights = [buffer for buffer in program.buffers if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST)]
     names = {

@@ -83,7 +83,7 @@ class ModelOnGpu:
         self.device: Final = torch_device(gpu)
         self.resident: Final = ResidentWeights(gpu, dtype)
         self._dtype = dtype
-        self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool, bool, Path], LoadedKernel] = {}
+        self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool, bool, tuple[str, ...], Path], LoadedKernel] = {}
 
     def close(self) -> None:
         """Free the packed weights."""
@@ -111,11 +111,13 @@ class ModelOnGpu:
         return LoadedProgram(self.gpu, packed, kernel, self.resident, caches)
 
     def _kernel(self, variant: KernelVariant, trace: bool, sources: Path) -> LoadedKernel:
-        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, trace, variant.ranked, sources
+        sizes = variant.threads, variant.matrix_warps, variant.rows
+        key = *sizes, variant.formats, trace, variant.ranked, variant.features, sources
         if key not in self._kernels:
             compiled = compile_variant(
                 arch_name(self.gpu.sm_arch), variant.threads, self._dtype, matrix_warps=variant.matrix_warps,
-                rows=variant.rows, formats=variant.formats, trace=trace, ranked=variant.ranked, sources=sources,
+                rows=variant.rows, formats=variant.formats, trace=trace, ranked=variant.ranked,
+                features=variant.features, sources=sources,
             )  # fmt: skip
             self._kernels[key] = load_variant(self.gpu, compiled)
         return self._kernels[key]

@@ -11,16 +11,17 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import embedding, linear, scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from flywheel.decode.caches import Caches
-from flywheel.ir import DType, InstructionKind
+from flywheel.ir import InstructionKind
 from flywheel.models.calls import Call, cached_by, calls_of
 from flywheel.models.decoder import decode_step
 from flywheel.models.forward import (
     PLAIN,
     RopeKey,
     as_heads,
+    finished,
     rope_key,
     rope_turns,
     rotate,
@@ -30,7 +31,7 @@ from flywheel.models.forward import (
 from flywheel.models.graph import codes_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import DecoderSpec, model_weight_key
-from flywheel.tensors import all_finite
+from flywheel.tensors import all_finite, compute_type
 
 CHUNK: Final = 4096
 """Tokens that are read at a time; limits the memory of activations."""
@@ -65,7 +66,8 @@ class Prefill:
     """
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], context: int) -> None:
-        graph = decode_step(spec, context, DType.BF16)  # of any type: it says what to compute
+        table = weights[model_weight_key(spec, "embed")]
+        graph = decode_step(spec, context, compute_type(table.dtype))  # which says what to compute
         kinds = [calls_of(graph, block, _JOINED) for block in graph.kinds]
         layers = [kinds[kind] for kind in graph.order]
         self._layers = [*layers[:-1], cached_by(layers[-1])]
@@ -73,7 +75,7 @@ class Prefill:
         self._head_dim = spec.head_dim
         self._weights = weights
         self._coded = frozenset(key for keys in chain(*self._keys) for key in keys if codes_of(key) in weights)
-        self._table = table = weights[model_weight_key(spec, "embed")]
+        (self._embed,), self._table = calls_of(graph, graph.prologue, _JOINED), table
         self._dtype, self._device = table.dtype, table.device
         self._turning = {key: each.to(self._device) for key, each in turning_of(graph).items()}
         if table.is_cuda:
@@ -98,7 +100,7 @@ class Prefill:
         positions = torch.arange(start, start + len(tokens), device=tokens.device)
         turns = {key: rope_turns(positions, each) for key, each in self._turning.items()}
         chunk = _Chunk(caches, row, start, turns)
-        x = embedding(tokens, self._table)
+        x = PLAIN[_K.EMBED](self._embed, [tokens], [self._table])
         for layer in range(len(self._layers)):
             x = self._run(layer, x, chunk).get("x_out", x)
 
@@ -110,7 +112,7 @@ class Prefill:
             call, weights = calls[place], [self._weight(key) for key in keys[place]]
             match call.kind:
                 case _K.GEMV_TILE:
-                    return linear(inputs[0], *weights)
+                    return finished(call, linear(inputs[0], *weights))
                 case _K.ROPE:
                     return rotate(torch.cat(tuple(inputs), -1), *chunk.turns[rope_key(call.params)]).to(dtype)
                 case _K.KV_APPEND:
@@ -119,7 +121,7 @@ class Prefill:
                     return None
                 case _K.ATTENTION_TILE:
                     q = as_heads(inputs[0], self._head_dim)
-                    return _attend(q, *chunk.caches.seen(layer, chunk.row, chunk.start + len(q)))
+                    return _attend(call, q, *chunk.caches.seen(layer, chunk.row, chunk.start + len(q)))
                 case _:
                     return PLAIN[call.kind](call, inputs, weights)
 
@@ -137,9 +139,11 @@ def _keys(call: Call, layer: int) -> list[str]:
     return [key.format(i=layer) for (key,) in call.weights]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """q [S, n_heads, head_dim] of the last S of T tokens; keys, values [n_kv_heads, T, head_dim]. Each token sees
     itself and those before -> [S, n_heads * head_dim]."""
+    if "cap" in call.params:
+        return _attend_capped(call, q, keys, values)
     whole = len(q) == keys.shape[1]
     mixed = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
@@ -147,9 +151,21 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         values[None],
         attn_mask=None if whole else _mask_of_last(len(q), keys.shape[1]),
         is_causal=whole,
+        scale=call.params["scale"],
         enable_gqa=q.shape[1] > keys.shape[0],
     )
     return mixed[0].transpose(0, 1).reshape(len(q), -1)
+
+
+def _attend_capped(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """`_attend` with capped scores, which torch's own attention has not."""
+    grouped = q.view(len(q), len(keys), -1, q.shape[-1]).permute(1, 2, 0, 3)  # [n_kv_heads, group, S, head_dim]
+    later = torch.ones((len(q), keys.shape[1]), dtype=torch.bool, device=q.device).triu(keys.shape[1] - len(q) + 1)
+    mixed = []
+    for query, its_keys, its_values in zip(grouped, keys, values, strict=True):  # one at a time, for its memory
+        scores = finished(call, (query @ its_keys.T).float()).masked_fill_(later, -torch.inf)
+        mixed.append(scores.softmax(-1).to(q.dtype) @ its_values)
+    return torch.stack(mixed).permute(2, 0, 1, 3).reshape(len(q), -1)
 
 
 def _mask_of_last(queries: int, tokens: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from struct import pack, unpack
 from typing import Final
 
 
@@ -30,6 +31,15 @@ class DType(IntEnum):
     def nbytes(self, count: int) -> int:
         """Bytes of `count` elements, rounded up to a whole byte."""
         return (count * _BITS[self] + 7) // 8
+
+    def rounded(self, value: float) -> float:
+        """The nearest F32, F16 or BF16 of a value that is in its range; of two, the even one."""
+        if self is DType.F16:
+            return float(unpack("<e", pack("<e", value))[0])
+        (word,) = unpack("<I", pack("<f", value))
+        if self is DType.BF16:
+            word = word + 0x7FFF + (word >> 16 & 1) & 0xFFFF0000
+        return float(unpack("<f", pack("<I", word))[0])
 
 
 _BITS: Final = (32, 16, 16, 8, 8, 32, 8, 4, 8, 8)

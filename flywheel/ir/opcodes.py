@@ -30,6 +30,7 @@ class InstructionKind(IntEnum):
     SAMPLE_ARGMAX = 17
     ATTENTION_COMBINE = 18
     FUSED = 19
+    GELU_MUL = 20
 
     __hash__ = int.__hash__  # members are keys in hot loops; Enum's own hash is Python code
 
@@ -79,10 +80,13 @@ RECIPE_PARAM_FIELDS: Final = MappingProxyType(
         "rope_original_max_position": "i",
         "frequencies": "t",
         "rows_per_scale": "i",
+        "w_offset": "f",
+        "cap": "f",
     }
 )
-"""Params of a recipe's steps, which are compiled into the kernel variant: the struct's, llama3 RoPE scaling, and the
-rows of a quantised matrix that share a scale. 't' is a table: a tuple of floats of at least 0."""
+"""Params of a recipe's steps, which are compiled into the kernel variant: the struct's, llama3 RoPE scaling, the
+rows of a quantised matrix that share a scale, what is added to a norm's weights, and the soft cap of a result. 't' is a
+table: a tuple of floats of at least 0."""
 
 MAX_TABLE: Final = 4096
 """Most numbers of a table."""
@@ -117,5 +121,5 @@ LEAST: Final = MappingProxyType(
 )
 """Least value of each bounded param. `scale` and `dim` may be negative."""
 
-POSITIVE: Final = frozenset({"theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"})
+POSITIVE: Final = frozenset({"theta", "cap", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"})
 """Params that must be above 0, as divisors or bases of powers."""

@@ -89,8 +89,8 @@ class Kernel:
     other tasks write meanwhile."""
     peers: bool = False
     """Whether it reads what other GPUs push."""
-    ranked: bool = False
-    """Whether only kernels for several GPUs have it."""
+    define: str | None = None
+    """The macro of the kernel variants that have it; None where all have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +181,7 @@ def _matrix(kind: InstructionKind, rows: str, params: tuple[str, ...], meaning: 
         Operand("out", View(rows, "N_out"), part=_TILE),
         meaning,
         params,
+        ("scale", "cap"),
         makes=View(rows, "N_tile"),
         flops=("2", rows, "N_tile", "K"),
         effort=Effort.PRODUCT,
@@ -188,13 +189,16 @@ def _matrix(kind: InstructionKind, rows: str, params: tuple[str, ...], meaning: 
     )
 
 
-def _norm(kind: InstructionKind, further: tuple[Operand, ...], meaning: str, kernel: Kernel) -> Operation:
+def _norm(
+    kind: InstructionKind, further: tuple[Operand, ...], meaning: str, kernel: Kernel, *options: str
+) -> Operation:
     return Operation(
         kind,
         (Operand("x", View("R", "hidden")), Operand("w", View("hidden")), *further),
         Operand("out", View("R", "hidden")),
         meaning,
         ("eps", "hidden"),
+        options,
         flops=("4", "R", "hidden"),
         kernel=kernel,
     )
@@ -225,15 +229,17 @@ _ROWS: Final = (
             Operand("table", Matrix("V", "hidden"), part=Part(Axis.ROWS, None, "S")),
         ),
         Operand("out", View("S", "hidden")),
-        "the rows of `table` that `ids` name",
+        "the rows of `table` that `ids` name; with `scale`, times that",
         ("hidden",),
+        ("scale",),
         kernel=Kernel("embed"),
     ),
     _norm(
         _K.RMSNORM,
         (),
-        "per row, `x * rsqrt(mean(x^2) + eps) * w`",
+        "per row, `x * rsqrt(mean(x^2) + eps) * w`; with `w_offset`, that is added to `w`",
         Kernel("rmsnorm", "norm", usual=1, awaits=True),
+        "w_offset",
     ),
     _norm(
         _K.LAYERNORM,
@@ -241,7 +247,8 @@ _ROWS: Final = (
         "per row, `(x - mean) * rsqrt(var + eps) * w + b`",
         Kernel("layernorm"),
     ),
-    _matrix(_K.GEMV_TILE, "M", ("K", "N_tile", "n_off"), "columns `n_off`.. of `x @ W.T + bias`"),
+    _matrix(_K.GEMV_TILE, "M", ("K", "N_tile", "n_off"), "columns `n_off`.. of `y = x @ W.T + bias`; with `scale`, "
+        "that is `y * scale`; with `cap`, `y` is then `cap * tanh(y / cap)`"),
     _matrix(_K.GEMM_TILE, "M_tile", ("M_tile", "K", "N_tile", "n_off"), "the same, of `M_tile` rows"),
     Operation(
         _K.ATTENTION_TILE,
@@ -252,9 +259,10 @@ _ROWS: Final = (
             Operand("mask", Either(View("max_seq"), View("n_heads", "max_seq")), optional=True),
         ),
         Operand("out", Either(_WHOLE_HEADS, _PARTIAL)),
-        "attention over a window of two caches, whole or as a partial; a mask is added to the scores",
+        "attention over a window of two caches, whole or as a partial; with `cap`, scaled scores `s` are "
+        "`cap * tanh(s / cap)`; a mask is added to the scores",
         ("head_dim", "kv_start", "kv_len", "scale", "n_heads", "n_kv_heads"),
-        ("pos", "kv_rows", "sequence", "lane"),
+        ("pos", "kv_rows", "sequence", "lane", "cap"),
         multiple=("n_heads", "n_kv_heads"),
         flops=("4", "n_heads", "head_dim", "kv_len"),
         effort=Effort.ATTENTION,
@@ -273,6 +281,7 @@ _ROWS: Final = (
         kernel=Kernel("rope", "rope", usual=2, awaits=True),
     ),
     _elementwise(_K.SILU_MUL, "gate up", "`silu(gate) * up`", 4, Kernel("silu_mul")),
+    _elementwise(_K.GELU_MUL, "gate up", "`gelu(gate) * up`, with tanh", 8, Kernel("gelu_mul", define="FW_GELU_MUL")),
     _elementwise(_K.GELU, "x", "`x * Phi(x)`, with erf", 4, Kernel("gelu")),
     _elementwise(_K.ADD, "a b", "`a + b`", 1, Kernel("add")),
     Operation(
@@ -314,7 +323,7 @@ _ROWS: Final = (
         "x",
         "sum of the shards of several GPUs, in their order",
         1,
-        Kernel("allreduce_shard", awaits=True, peers=True, ranked=True),
+        Kernel("allreduce_shard", awaits=True, peers=True, define="FW_RANKS"),
         most_inputs=ABI_MAX_INPUTS,
     ),
     Operation(
@@ -408,6 +417,9 @@ PRODUCTS: Final = frozenset(row.kind for row in _ROWS if row.effort is Effort.PR
 
 TILES: Final = frozenset(row.kind for row in _ROWS if row.output is not None and row.output.part is _TILE)
 """Opcodes that write the columns of a tile."""
+
+GATES: Final = frozenset({_K.SILU_MUL, _K.GELU_MUL})
+"""Opcodes that multiply the activation of their first operand by their second."""
 
 ATTENTIONS: Final = frozenset(row.kind for row in _ROWS if row.effort is Effort.ATTENTION)
 

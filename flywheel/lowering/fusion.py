@@ -8,6 +8,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import InstructionKind
+from flywheel.ir.operations import GATES
 from flywheel.models.graph import Block, Graph, Op
 
 _K = InstructionKind
@@ -15,7 +16,7 @@ _K = InstructionKind
 COMBINE: Final = "attn_combine"
 """The merge of split-KV partials. It belongs to the attention wherever the KV range is split."""
 
-_AFTER: Final = {1: (_K.ADD, _K.GELU), 2: (_K.SILU_MUL,)}
+_AFTER: Final = {1: frozenset({_K.ADD, _K.GELU}), 2: GATES}
 """Number of products of one vector -> the operations on their results that they fuse with."""
 
 _NORMS: Final = (_K.RMSNORM, _K.LAYERNORM)

@@ -2,7 +2,8 @@
 
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
 Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Qwen3-4B-Instruct-2507,
-Qwen3-8B, Qwen3-14B, Qwen3-32B, SmolLM2-135M and SmolLM3-3B.
+Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct, OLMo-2-0425-1B, OLMo-2-1124-7B,
+OLMo-2-1124-13B, SmolLM2-135M and SmolLM3-3B.
 """
 
 from __future__ import annotations
@@ -48,6 +49,16 @@ _SPECS: Final = (
     DecoderSpec("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
     DecoderSpec("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
     DecoderSpec("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
+    DecoderSpec("granite-3.3-2b", "granite", 2048, 8192, 40, 32, 8, 64, 49159, 1e7, 1e-5, 131072, tied_head=True,
+                embed_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=1 / 8),
+    DecoderSpec("granite-3.3-8b", "granite", 4096, 12800, 40, 32, 8, 128, 49159, 1e7, 1e-5, 131072, tied_head=True,
+                embed_scale=12.0, residual_scale=0.22, attention_scale=0.0078125, logits_scale=1 / 16),
+    DecoderSpec("olmo2-1b", "olmo2", 2048, 8192, 16, 16, 16, 128, 100352, 5e5, 1e-6, 4096, norms="behind",
+                qk_norm=True, wide_qk_norm=True),
+    DecoderSpec("olmo2-7b", "olmo2", 4096, 11008, 32, 32, 32, 128, 100352, 5e5, 1e-6, 4096, norms="behind",
+                qk_norm=True, wide_qk_norm=True),
+    DecoderSpec("olmo2-13b", "olmo2", 5120, 13824, 40, 40, 40, 128, 100352, 5e5, 1e-6, 4096, norms="behind",
+                qk_norm=True, wide_qk_norm=True),
     DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
     DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
                 nope_every=4),

@@ -73,6 +73,8 @@ def cache_names(side: str, n_kv_heads: int, batch: int = 1) -> tuple[str, ...]:
 
 def _prologue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
     table = model_weight_shapes(spec)["embed"]
+    scale = dtype.rounded(spec.embed_scale) if spec.embed_scale_rounds else spec.embed_scale
+    params = {"hidden": spec.hidden, **({} if scale == 1 else {"scale": scale})}
     return _block(
         [
             Tensor("token_id", BufferKind.IO_INPUT, DType.I32, (batch,)),
@@ -80,7 +82,7 @@ def _prologue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
             Tensor("embed.w", _WEIGHT, dtype, table, model_weight_key(spec, "embed")),
             Tensor("x_out", _ACT, dtype, (batch, spec.hidden)),
         ],
-        [Op("embed", _K.EMBED, ("token_id", "embed.w"), "x_out", {"hidden": spec.hidden})],
+        [Op("embed", _K.EMBED, ("token_id", "embed.w"), "x_out", params)],
     )
 
 
@@ -135,11 +137,16 @@ def _epilogue(spec: DecoderSpec, dtype: DType, batch: int, formats: WeightFormat
         head = "lm_head.w"
         shape = (spec.vocab, spec.hidden)
         tensors += _matrix(spec, HEAD, shape, dtype, MODEL_WEIGHT_KEYS["lm_head"], format)
+    logits = {
+        "K": spec.hidden,
+        **({} if spec.logits_scale == 1 else {"scale": spec.logits_scale}),
+        **({} if spec.logits_cap is None else {"cap": spec.logits_cap}),
+    }
     return _block(
         tensors,
         [
             norm_op(spec, "final_norm", "x", "final_norm", "final_in"),
-            Op("lm_head", _K.GEMV_TILE, ("final_in", head), "logits", {"K": spec.hidden}),
+            Op("lm_head", _K.GEMV_TILE, ("final_in", head), "logits", logits),
             Op("argmax", _K.SAMPLE_ARGMAX, ("logits",), "next_token"),
         ],
     )

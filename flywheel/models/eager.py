@@ -198,7 +198,7 @@ class EagerDecoder:
             for start in range(0, len(tokens), _PREFILL_CHUNK):
                 hidden = self._forward(tokens[start : start + _PREFILL_CHUNK])
             last = norm(self.spec, hidden[-1], self._own.final_norm, self._own.final_norm_bias, self._wide)
-            return linear(last.to(self._wide), self._head)
+            return scaled_logits(self.spec, linear(last.to(self._wide), self._head))
 
     def read_cache(self) -> list[LayerCache]:
         """The cached positions of every layer, as views."""
@@ -228,51 +228,96 @@ class EagerDecoder:
         """The residual stream [S, hidden] of the tokens [S], which follow the cached ones."""
         start, stop = self._length, self._length + len(tokens)
         turn = turns(self._own, torch.arange(start, stop, device=self.device), self.context)
-        x = self._own.embed[tokens]
+        x = embedded(self._own, tokens).to(self.dtype)
+        before, behind, before_mlp, behind_mlp = norm_roles(self.spec)
         for layer, (weights, cache) in enumerate(zip(self._own.layers, self._cache, strict=True)):
             own = turn[self.spec.rope_of(layer)]
-            first = self._norm(x, weights, "input_norm")
-            x = x + self._attention(first, weights, cache, own)
-            shared = self.spec.norms == "shared"
-            x = x + self._mlp(first if shared else self._norm(x, weights, "post_attention_norm"), weights)
+            first = self._norm(x, weights, before)
+            x = x + self._norm(self._attention(first, weights, cache, own), weights, behind)
+            second = first if self.spec.norms == "shared" else self._norm(x, weights, before_mlp)
+            x = x + self._norm(self._mlp(second, weights), weights, behind_mlp)
         self._length = stop
         return x
 
     def _attention(self, x: Tensor, weights: EagerLayer, cache: LayerCache, turn: Tensor) -> Tensor:
         """x: [S, hidden], normalised -> [S, hidden]. Appends to `cache`."""
         spec, count, start = self.spec, len(x), self._length
-        q = project(x, weights["q_proj"], weights.get("q_bias")).view(count, spec.n_heads, spec.head_dim)
-        k = project(x, weights["k_proj"], weights.get("k_bias")).view(count, spec.n_kv_heads, spec.head_dim)
-        v = project(x, weights["v_proj"], weights.get("v_bias")).view(count, spec.n_kv_heads, spec.head_dim)
+        q, k, v = (project(x, weights[f"{side}_proj"], weights.get(f"{side}_bias")) for side in "qkv")
+        if not spec.wide_qk_norm:
+            q, k = q.view(count, spec.n_heads, spec.head_dim), k.view(count, spec.n_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q, k = self._norm(q, weights, "q_norm"), self._norm(k, weights, "k_norm")
+        q, k, v = (each.view(count, -1, spec.head_dim) for each in (q, k, v))
         keys, values = cache
         keys[start : start + count] = rotate(k, turn, self._wide)
         values[start : start + count] = v
         seen_keys, seen_values = (side[: start + count].to(self._wide) for side in cache)
         # Query head h = g * group + j reads KV head g.
         grouped = rotate(q, turn, self._wide).to(self._wide).view(count, spec.n_kv_heads, spec.group, spec.head_dim)
-        scores = torch.einsum("sgjd,tgd->gjst", grouped, seen_keys) * spec.head_dim**-0.5
+        scores = scaled_scores(spec, torch.einsum("sgjd,tgd->gjst", grouped, seen_keys))
         later = torch.ones(count, start + count, dtype=torch.bool, device=self.device).triu(start + 1)
         shares = scores.masked_fill(later, -torch.inf).softmax(-1)
         mixed = torch.einsum("gjst,tgd->sgjd", shares, seen_values).to(self.dtype)
-        return project(mixed.reshape(count, spec.q_width), weights["o_proj"], weights.get("o_bias"))
+        mixed = mixed.reshape(count, spec.q_width)
+        return project(mixed, weights["o_proj"], weights.get("o_bias"), spec.residual_scale, self._wide)
 
     def _mlp(self, x: Tensor, weights: EagerLayer) -> Tensor:
         up = project(x, weights["up_proj"], weights.get("up_bias"))
         gate = project(x, weights["gate_proj"], weights.get("gate_bias")) if self.spec.gated else None
-        return project(activate(self.spec, gate, up, self._wide), weights["down_proj"], weights.get("down_bias"))
+        act = activate(self.spec, gate, up, self._wide)
+        return project(act, weights["down_proj"], weights.get("down_bias"), self.spec.residual_scale, self._wide)
 
-    def _norm(self, x: Tensor, weights: EagerLayer, role: str) -> Tensor:
+    def _norm(self, x: Tensor, weights: EagerLayer, role: str | None) -> Tensor:
+        if role is None:
+            return x
         return norm(self.spec, x, weights[role], weights.get(f"{role}_bias"), self._wide)
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x times a weight, with its bias, in the type of x. It is computed in the weight's type if that is wider."""
+def norm_roles(spec: DecoderSpec) -> tuple[str | None, str | None, str | None, str | None]:
+    """The roles of the norms before and behind attention, and before and behind the MLP; None where there is none."""
+    if spec.norms == "around":
+        return "input_norm", "post_attention_norm", "pre_feedforward_norm", "post_feedforward_norm"
+    if spec.norms == "behind":
+        return None, "post_attention_norm", None, "post_feedforward_norm"
+    return "input_norm", None, "post_attention_norm", None
+
+
+def embedded(own: OracleWeights, tokens: Tensor) -> Tensor:
+    """The embeddings of tokens [S], times their factor, [S, hidden] in the wide type."""
+    scale = torch.tensor(own.spec.embed_scale, dtype=torch.float32)
+    if own.spec.embed_scale_rounds:
+        scale = scale.to(own.dtype)
+    return own.embed[tokens].to(own.wide) * float(scale)
+
+
+def scaled_scores(spec: DecoderSpec, scores: Tensor) -> Tensor:
+    """Products of queries and keys as a softmax takes them."""
+    scaled = scores * (spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale)
+    return scaled if spec.attention_cap is None else _capped(scaled, spec.attention_cap)
+
+
+def scaled_logits(spec: DecoderSpec, logits: Tensor) -> Tensor:
+    """The head's products as logits."""
+    scaled = logits * spec.logits_scale
+    return scaled if spec.logits_cap is None else _capped(scaled, spec.logits_cap)
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
+
+
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0, wide: torch.dtype = torch.float32
+) -> Tensor:
+    """x times a weight, with its bias, times `scale`, in the type of x. It is computed in the weight's type if that is
+    wider, and with a scale in `wide`."""
+    if scale != 1:
+        made = linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+        return (made * scale).to(x.dtype)
     if weight.dtype == x.dtype:
         return linear(x, weight, bias)
-    wide = linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
-    return wide.to(x.dtype)
+    made = linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+    return made.to(x.dtype)
 
 
 def norm(spec: DecoderSpec, x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
@@ -281,7 +326,7 @@ def norm(spec: DecoderSpec, x: Tensor, weight: Tensor, bias: Tensor | None, wide
     if spec.norm == "layer":
         widened = widened - widened.mean(-1, keepdim=True)
     scale = torch.rsqrt(widened.square().mean(-1, keepdim=True) + spec.norm_eps)
-    normed = widened * scale * weight.to(wide)
+    normed = widened * scale * (weight.to(wide) + spec.norm_offset)
     return (normed if bias is None else normed + bias.to(wide)).to(x.dtype)
 
 

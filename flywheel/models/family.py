@@ -25,10 +25,12 @@ JOINED_MLP: Final = ("gate_up_proj", ("gate_proj", "up_proj"))
 """For `Family.joined`, of checkpoints with one matrix of gate and up."""
 
 
-def alike_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
-    """The operations of each layer, where all layers are the same."""
-    layer = (*attention_ops(spec, context, lanes), *mlp_ops(spec))
-    return [layer] * spec.n_layers
+def usual_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
+    """The operations of each layer: layers differ by their RoPE and their window alone."""
+    kinds = [(spec.rope_of(layer), spec.window_of(layer)) for layer in range(spec.n_layers)]
+    mlp = mlp_ops(spec)
+    made = {kind: (*attention_ops(spec, context, lanes, kinds.index(kind)), *mlp) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Family:
     name: str
     """`model_type`."""
     architecture: str
-    layers: Callable[[DecoderSpec, int, int], Sequence[tuple[Op, ...]]] = alike_layers
+    layers: Callable[[DecoderSpec, int, int], Sequence[tuple[Op, ...]]] = usual_layers
     """(spec, context, lanes) -> the operations of each layer."""
     weights: Callable[[DecoderSpec], Mapping[str, LayerWeight]] = usual_weights
     """The weights of a layer by role: operations name them `ROLE.w`. Matrices have the roles of LAYER_MATRICES."""

@@ -16,8 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flywheel.models.eager import OracleWeights, activate, norm, rotate, turns
+from flywheel.models.eager import (
+    OracleWeights,
+    activate,
+    embedded,
+    norm,
+    norm_roles,
+    rotate,
+    scaled_logits,
+    scaled_scores,
+    turns,
+)
 from flywheel.models.rope import Rope
+from flywheel.models.spec import DecoderSpec
 
 _WIDENED: Final = 2**26
 """Elements of a weight or of caches that are widened at a time."""
@@ -78,14 +89,14 @@ def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, context: int, han
     """
     with torch.no_grad():
         turn = turns(own, at.repeat_interleave(tokens.shape[1]), context)
-        x = hand.take(("x_out",), own.embed[tokens.flatten()].to(own.wide)[None], 1)
+        x = hand.take(("x_out",), embedded(own, tokens.flatten())[None], 1)
         for layers in hand.groups(own.spec.n_layers):
             if len(layers) > 1:
                 x = torch.cat((x, hand.given(layers).to(x.dtype)))
             x = _LayerStack(own, layers, hand).made_of(x, at, turn)[-1:]
         normed = norm(own.spec, x, own.final_norm, own.final_norm_bias, own.wide)
         final = hand.take(("final_in",), normed, 1)
-        hand.take(("logits",), _product(final, [own.head]), 1)
+        hand.take(("logits",), scaled_logits(own.spec, _product(final, [own.head])), 1)
 
 
 def named(layers: range, tensor: str) -> tuple[str, ...]:
@@ -104,19 +115,26 @@ class _LayerStack:
     def made_of(self, x: Tensor, at: Tensor, turn: Mapping[Rope | None, Tensor]) -> Tensor:
         """The residual stream after each layer, from that before it."""
         spec, given = self.own.spec, x
-        x = self._add("attn_out", "x_mid", self._product(self._attention(x, at, turn), "o_proj", spec.o_bias), x)
-        made = self._norm(given, "input_norm") if spec.norms == "shared" else self._norm(x, "post_attention_norm")
-        normed, gate = self._take("mlp_in", made), None
+        before, behind, before_mlp, behind_mlp = norm_roles(spec)
+        first = x if before is None else self._take("attn_in", self._norm(x, before))
+        attended = self._product(self._attention(first, at, turn), "o_proj", spec.o_bias) * spec.residual_scale
+        x = self._add("attn", "x_mid", attended, behind, x)
+        shared = self._norm(given, "input_norm") if spec.norms == "shared" else None
+        gate, normed = None, x
+        if shared is not None:
+            normed = self._take("mlp_in", shared)
+        elif before_mlp is not None:
+            normed = self._take("mlp_in", self._norm(x, before_mlp))
         if spec.gated:
             gate = self._take("gate", self._product(normed, "gate_proj", spec.mlp_bias))
         up = self._take("up", self._product(normed, "up_proj", spec.mlp_bias))
         act = self._take("act", activate(spec, gate, up, self.own.wide))
-        return self._add("mlp_out", "x_out", self._product(act, "down_proj", spec.mlp_bias), x)
+        made = self._product(act, "down_proj", spec.mlp_bias) * spec.residual_scale
+        return self._add("mlp", "x_out", made, behind_mlp, x)
 
-    def _attention(self, x: Tensor, at: Tensor, turn: Mapping[Rope | None, Tensor]) -> Tensor:
+    def _attention(self, normed: Tensor, at: Tensor, turn: Mapping[Rope | None, Tensor]) -> Tensor:
         own, spec = self.own, self.own.spec
         heads = {"q": spec.n_heads, "k": spec.n_kv_heads, "v": spec.n_kv_heads}
-        normed = self._take("attn_in", self._norm(x, "input_norm"))
         made = {}
         # Of tensors that are on the device: a CUDA graph cannot capture a copy of what the host has.
         own_turn = torch.stack([turn[spec.rope_of(layer)] for layer in self.layers])
@@ -125,18 +143,22 @@ class _LayerStack:
             made[side] = taken.view(*taken.shape[:2], count, spec.head_dim)
         for side in "qk":
             if spec.qk_norm:
-                flat = _rounded(own, self._norm(made[side], f"{side}_norm").flatten(2))
+                raw = made[side].flatten(2) if spec.wide_qk_norm else made[side]
+                flat = _rounded(own, self._norm(raw, f"{side}_norm").flatten(2))
                 made[side] = self._take(f"{side}_normed", flat, heads[side]).view_as(made[side])
             flat = _rounded(own, rotate(made[side], own_turn, own.wide).flatten(2))
             made[side] = self._take(f"{side}_rot", flat, heads[side]).view_as(made[side])
         for side in "kv":
             made[side] = self._take(f"{side}_cache", made[side].flatten(2), heads[side]).view_as(made[side])
         past = self.hand.past(self.layers, made["q"], made["v"])
-        mixed = attend(made["q"], past, made["k"], made["v"], at)
+        mixed = attend(spec, made["q"], past, made["k"], made["v"], at)
         return self._take("attn", mixed.flatten(2), spec.n_heads)
 
-    def _add(self, added: str, out: str, made: Tensor, x: Tensor) -> Tensor:
-        return self._take(out, x + self._take(added, made))
+    def _add(self, part: str, out: str, made: Tensor, role: str | None, x: Tensor) -> Tensor:
+        added = self._take(f"{part}_out", made)
+        if role is not None:
+            added = self._take(f"{part}_normed", self._norm(added, role))
+        return self._take(out, x + added)
 
     def _take(self, tensor: str, made: Tensor, parts: int = 1) -> Tensor:
         return self.hand.take(named(self.layers, tensor), made, parts)
@@ -188,18 +210,18 @@ def _product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return torch.stack(wide)
 
 
-def attend(q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+def attend(spec: DecoderSpec, q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
     """Attention of all rows, [layers, rows, n_heads, head_dim]: of q over the caches' rows before the positions `at`
     [positions] and over the new rows k and v [layers, rows, n_kv_heads, head_dim]."""
     step = max(1, _WIDENED // max(1, past.keys[0].numel()))
     parts = [
-        _attend(q[some], Past(past.keys[some], past.values[some], past.gains), k[some], v[some], at)
+        _attend(spec, q[some], Past(past.keys[some], past.values[some], past.gains), k[some], v[some], at)
         for some in (slice(start, start + step) for start in range(0, len(q), step))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend(q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+def _attend(spec: DecoderSpec, q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
     layers, batch, n_kv_heads, length, head_dim = past.keys.shape
     places, group = len(at), q.shape[2] // n_kv_heads
     order = (0, 2, 3, 1, 4, 5)
@@ -209,9 +231,9 @@ def _attend(q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
     old = query.flatten(3, 4) @ past.keys.to(q.dtype).transpose(3, 4)
     old = old.view(layers, batch, n_kv_heads, places, group, length) * past.gains.to(q.dtype)[:, None, None]
     unseen = torch.arange(length, device=q.device) >= at[:, None, None]
-    old = old.masked_fill(unseen, -torch.inf)
-    new = (query * new_k).sum(-1, keepdim=True)
-    shares = (torch.cat((old, new), -1) * head_dim**-0.5).softmax(-1)
+    old = scaled_scores(spec, old).masked_fill(unseen, -torch.inf)
+    new = scaled_scores(spec, (query * new_k).sum(-1, keepdim=True))
+    shares = torch.cat((old, new), -1).softmax(-1)
     mixed: Tensor = (shares[..., :-1].flatten(3, 4) @ past.values.to(q.dtype)).view(query.shape) + shares[
         ..., -1:
     ] * new_v

@@ -46,18 +46,38 @@ def _read(values: Mapping[str, Tensor], columns: ColumnsOf) -> Tensor:
 
 def _norm(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     width, eps = call.params["hidden"], call.params["eps"]
-    if width == inputs[0].shape[-1]:
-        return rms_norm(inputs[0], (width,), weights[0], eps)
-    return rms_norm(as_heads(inputs[0], width), (width,), weights[0], eps).flatten(-2)
+    x = inputs[0] if width == inputs[0].shape[-1] else as_heads(inputs[0], width)
+    if "w_offset" in call.params:  # a weight that is added to stays unrounded
+        made = rms_norm(x.float(), (width,), weights[0].float() + call.params["w_offset"], eps).to(x.dtype)
+    else:
+        made = rms_norm(x, (width,), weights[0], eps)
+    return made if x is inputs[0] else made.flatten(-2)
+
+
+def _embed(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    made = embedding(inputs[0], weights[0])
+    return made * call.params["scale"] if "scale" in call.params else made
+
+
+def finished(call: Call, made: Tensor) -> Tensor:
+    """A call's product or scores, times its `scale`, and capped where it has a cap."""
+    made = made * call.params["scale"] if "scale" in call.params else made
+    return capped(made, call.params.get("cap"))
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap); x itself where there is no cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
 
 
 PLAIN: Final[Mapping[InstructionKind, Plain]] = {
-    _K.EMBED: lambda _, inputs, weights: embedding(inputs[0], weights[0]),
+    _K.EMBED: _embed,
     _K.RMSNORM: _norm,
     _K.LAYERNORM: lambda call, inputs, weights: layer_norm(
         inputs[0], (call.params["hidden"],), weights[0], weights[1] if len(weights) > 1 else None, call.params["eps"]
     ),
     _K.GELU: lambda _, inputs, __: gelu(inputs[0]),
+    _K.GELU_MUL: lambda _, inputs, __: gelu(inputs[0], approximate="tanh") * inputs[1],
     _K.SILU_MUL: lambda _, inputs, __: silu(inputs[0]) * inputs[1],
     _K.ADD: lambda _, inputs, __: inputs[1] + inputs[0],
     _K.SAMPLE_ARGMAX: lambda _, inputs, __: inputs[0].argmax(-1),

@@ -54,7 +54,8 @@ _OPTIONAL_FACTORS: Final = ("attention_scale", "attention_cap", "logits_cap")
 _FACTORS: Final = ("rope_theta", "norm_eps", "logits_scale", "embed_scale", "residual_scale", *_OPTIONAL_FACTORS)
 
 _FLAGS: Final = (
-    "tied_head", "qkv_bias", "qk_norm", "nope_full", "norm_bias", "wide_qk_norm", "gated", "o_bias", "mlp_bias"
+    "tied_head", "qkv_bias", "qk_norm", "nope_full", "norm_bias", "wide_qk_norm", "gated", "o_bias", "mlp_bias",
+    "embed_scale_rounds",
 )  # fmt: skip
 
 
@@ -107,6 +108,8 @@ class DecoderSpec:
     """What logits are multiplied by."""
     embed_scale: float = 1.0
     """What embeddings are multiplied by."""
+    embed_scale_rounds: bool = False
+    """The multiplier is first rounded to the model's type."""
     residual_scale: float = 1.0
     """What attention and MLP are multiplied by before they are added to the residual stream."""
     norm: str = "rms"
@@ -231,12 +234,14 @@ LAYER_WEIGHT_KEYS: Final = MappingProxyType(
         "o_bias": "model.layers.{i}.self_attn.o_proj.bias",
         "post_attention_norm": "model.layers.{i}.post_attention_layernorm.weight",
         "post_attention_norm_bias": "model.layers.{i}.post_attention_layernorm.bias",
+        "pre_feedforward_norm": "model.layers.{i}.pre_feedforward_layernorm.weight",
         "gate_proj": "model.layers.{i}.mlp.gate_proj.weight",
         "gate_bias": "model.layers.{i}.mlp.gate_proj.bias",
         "up_proj": "model.layers.{i}.mlp.up_proj.weight",
         "up_bias": "model.layers.{i}.mlp.up_proj.bias",
         "down_proj": "model.layers.{i}.mlp.down_proj.weight",
         "down_bias": "model.layers.{i}.mlp.down_proj.bias",
+        "post_feedforward_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
     }
 )
 """Role of a layer's weight -> the state-dict key that most families have, with `{i}` for the layer."""
@@ -289,6 +294,8 @@ def _check_values(spec: DecoderSpec) -> None:
     for field, known in (choices | dict.fromkeys(_FLAGS, (False, True))).items():
         if getattr(spec, field) not in known:
             raise UnsupportedModelError(f"{spec.name}: {field}={getattr(spec, field)!r} is not one of {known}")
+    if spec.residual_scale != 1 and spec.norms in ("behind", "around"):
+        raise UnsupportedModelError(f"{spec.name}: residual_scale={spec.residual_scale!r} with norms {spec.norms} it")
 
 
 def _check_layers(spec: DecoderSpec) -> None:

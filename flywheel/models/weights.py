@@ -25,12 +25,12 @@ from flywheel.process import usable_cores
 from flywheel.tensors import TORCH_DTYPES, first_not_finite
 
 _MATRIX: Final = MappingProxyType(
-    {"q_proj": 1.5, "k_proj": 1.0, "v_proj": 1.0, "gate_proj": 1.0, "up_proj": 1.0, "lm_head": 1.0}
+    {"k_proj": 1.0, "v_proj": 1.0, "gate_proj": 1.0, "up_proj": 1.0, "lm_head": 1.0}
 )
 """Deviation of a projection of a normed row."""
 
 _QUERY: Final = 1.5
-"""Mean of q_norm: scores deviate by so much."""
+"""Mean of q_norm, or deviation of queries: scores deviate by so much."""
 
 _STREAM: Final = 50.0
 """Mean square of the embedding over the norms' epsilon."""
@@ -112,7 +112,8 @@ def random_weights(
     step shows in what it makes, in every layer.
 
     - The residual stream begins with a mean square of 50 norm epsilons, and attention and MLP each add 0.35 of the
-      embedding's deviation: so an epsilon counts, and so does each addition, many layers on.
+      embedding's deviation: so an epsilon counts, and so does each addition, many layers on. Where there are norms
+      behind attention and MLP, it is what these read that has this mean square.
     - Queries times keys deviate by 1.5: a softmax neither flat nor of one position.
     - Norms are within 0.5 and 1.5, the final one's around 0: with a tied head, a token does not predict itself.
 
@@ -153,25 +154,33 @@ def _together(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, float]:
     """(mean, standard deviation) of a role's weights."""
-    stream = sqrt(_STREAM * spec.norm_eps)
+    small = sqrt(_STREAM * spec.norm_eps)
+    behind = spec.norms in ("behind", "around")
+    stream = 1 / _ADDED if behind else small  # norms behind add what deviates by 1
+    read = stream if spec.norms == "behind" else 1.0  # what products of the residual stream multiply
+    added = _ADDED * small / spec.residual_scale
+    query = _QUERY if spec.attention_scale is None else _QUERY / (spec.attention_scale * sqrt(spec.head_dim))
     if role in ("o_bias", "down_bias"):
-        return 0.0, _BIAS * _ADDED * stream
+        return 0.0, _BIAS * added
     if role.endswith("_bias"):
         return 0.0, _BIAS
     if role == "final_norm":
-        return 0.0, 1.0
+        return -spec.norm_offset, 1.0 / spec.logits_scale
     if role.endswith("norm"):
-        scale = _QUERY if role == "q_norm" else 1.0
-        return scale, scale * _NORM_SPREAD
+        scale = query if role == "q_norm" else 1.0
+        return scale - spec.norm_offset, scale * _NORM_SPREAD
     if role == "embed":
-        return _MEAN * stream if spec.norm == "layer" else 0.0, stream
+        drawn = stream / spec.embed_scale
+        return _MEAN * drawn if spec.norm == "layer" else 0.0, drawn
     if role == "o_proj":
-        return 0.0, _ADDED * stream / sqrt(shape[1])
+        return 0.0, added / sqrt(shape[1])
     if role == "down_proj":
-        return 0.0, _ADDED * stream / (_ACT * sqrt(shape[1]))
+        return 0.0, added / (_ACT * sqrt(shape[1]))
     if spec.qk_norm and role in ("q_proj", "k_proj"):
-        return 0.0, stream / sqrt(shape[1])  # q_norm and k_norm make of it what it would be
-    return 0.0, _MATRIX[role] / sqrt(shape[1])
+        return 0.0, small / (read * sqrt(shape[1]))  # q_norm and k_norm make of it what it would be
+    if role == "q_proj":
+        return 0.0, query / sqrt(shape[1])
+    return 0.0, _MATRIX[role] / ((1.0 if role == "lm_head" else read) * sqrt(shape[1]))
 
 
 def draw_uniform(

@@ -96,7 +96,7 @@ def check_steps(steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_w
     """Check that every step has a kernel for its operands, in a block of so many vector warps; `ranked` kernels are for
     several GPUs."""
     for index, step in enumerate(steps):
-        if step.op not in KERNELS or (KERNELS[step.op].ranked and not ranked):
+        if step.op not in KERNELS or (KERNELS[step.op].define == "FW_RANKS" and not ranked):
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
         args = [look(ref, steps[:index], form) for ref in step.args]
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar
 
 from flywheel.ir import DType, InstructionKind
-from flywheel.ir.operations import APPENDS, ATTENTIONS, PRODUCTS
+from flywheel.ir.operations import APPENDS, ATTENTIONS, GATES, PRODUCTS
 from flywheel.ir.recipe import Scratch, Target
 from flywheel.plan.formats import coding_of
 from flywheel.plan.new_row import NewRow, find_new_row
@@ -185,7 +185,7 @@ def _take_gate(draft: Draft, place: int) -> None:
     step = draft.steps[place]
     gate, product = step.args
     if draft.made(gate) is not None and gate != product and _takes(draft, step, product):
-        _absorb(draft, place, product, Epilogue.SILU_MUL, gate)
+        _absorb(draft, place, product, Epilogue[step.op.name], gate)
 
 
 def _absorb(draft: Draft, place: int, product: int, epilogue: Epilogue, other: int) -> None:
@@ -231,7 +231,7 @@ FUSIONS: Final[Sequence[RewriteRule[Draft]]] = (
     RewriteRule("codes", PRODUCTS, _take_codes),
     RewriteRule("shards", frozenset({_K.ALLREDUCE_SHARD}), _take_shards),
     RewriteRule("residual", frozenset({_K.ADD}), _take_residual),
-    RewriteRule("gate", frozenset({_K.SILU_MUL}), _take_gate),
+    RewriteRule("gate", GATES, _take_gate),
 )
 """What makes one step of several operations."""
 

@@ -38,6 +38,8 @@ class Epilogue(IntEnum):
     """product + other, in the task's columns (a residual)."""
     SILU_MUL = 2
     """silu(other) * product, `other` being a scratch result (the gate)."""
+    GELU_MUL = 3
+    """gelu(other) * product, with tanh; `other` as of SILU_MUL."""
 
 
 @dataclass(frozen=True, slots=True)

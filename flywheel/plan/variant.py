@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.ir.compressed import brief_of, uses_by_recipe
 from flywheel.ir.program import once
+from flywheel.plan.features import features_of
 from flywheel.plan.formats import Coding, slot_bytes
-from flywheel.plan.staging import MIN_STAGED_BYTES, StagedOperand, codings_of, operands_of, rows_of, staged_bytes
+from flywheel.plan.staging import MIN_STAGED_BYTES, codings_of, operands_of, rows_of, staged_bytes
 
 RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
@@ -72,6 +73,8 @@ class KernelVariant:
     """Numbers of the formats (`Coding`) of quantised matrices in products."""
     ranked: bool = False
     """Whether the program pushes data to other GPUs and adds data that they push."""
+    features: tuple[str, ...] = field(default=(), repr=False)
+    """What it asks for that most programs do without, some of `plan.features.FEATURES`."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError if a warp that waits for its slot's chunk could mistake the previous chunk for it."""
@@ -184,12 +187,9 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
         raise ConfigError("program: has no target, so no kernel variant")
-    operands = _operands(program)
+    brief = brief_of(program)  # alike layers have alike operands
+    uses = list(uses_by_recipe(brief.runs))
+    operands = operands_of(uses, brief.buffers)
     config = program.config or ScheduleConfig()
     variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands))
-    return replace(variant, rows=rows_of(operands))
-
-
-def _operands(program: MegakernelProgram) -> frozenset[StagedOperand]:
-    brief = brief_of(program)  # alike layers have alike operands
-    return operands_of(uses_by_recipe(brief.runs), brief.buffers)
+    return replace(variant, rows=rows_of(operands), features=features_of(uses))

@@ -26,13 +26,24 @@ from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import Call, calls_of
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import LayerCache
-from flywheel.models.forward import PLAIN, Plain, as_heads, rope_key, rope_turns, rotate, run_calls, turning_of
+from flywheel.models.forward import (
+    PLAIN,
+    Plain,
+    as_heads,
+    capped,
+    finished,
+    rope_key,
+    rope_turns,
+    rotate,
+    run_calls,
+    turning_of,
+)
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
 from flywheel.rivals.lineup import JOINED, Form
 from flywheel.rivals.products import Coded, Matrix, join, multiply, parts_of, tile
-from flywheel.tensors import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES, compute_type
 
 _K = InstructionKind
 
@@ -78,8 +89,8 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     dtype), as codes, as tiles, as words, or as layers. Raises KernelCompileError for layers that do not compile.
     """
     tied = spec.tied_head and codes_of(MODEL_WEIGHT_KEYS["lm_head"]) not in weights
-    graph = decode_step(replace(spec, tied_head=tied), 1, DType.BF16)  # of any context and type
     table = weights[model_weight_key(spec, "embed")]
+    graph = decode_step(replace(spec, tied_head=tied), 1, compute_type(table.dtype))  # of any context
 
     def matrix(keys: Sequence[str]) -> Matrix:
         if form != "whole" and codes_of(keys[0]) in weights:
@@ -236,7 +247,7 @@ class TorchDecoder:
             match call.kind:
                 case _K.GEMV_TILE:
                     assert matrix is not None
-                    return self._across_ranks(call, _project(inputs[0], matrix, *tensors))
+                    return finished(call, self._across_ranks(call, _project(inputs[0], matrix, *tensors)))
                 case _K.ROPE:
                     cosine, sine = tensors
                     return rotate(inputs[0], cosine[position], sine[position])
@@ -247,7 +258,7 @@ class TorchDecoder:
                 case _K.ATTENTION_TILE:
                     keys, values = (each[:, :, : position + 1] for each in caches)
                     q = as_heads(inputs[0], self.spec.head_dim).to(keys.dtype)
-                    return self._attend(q[:, :, None], keys, values).flatten(1)
+                    return self._attend(call, q[:, :, None], keys, values).flatten(1)
                 case _:
                     assert plain is not None, f"{call.names[0]}: {call.kind.name} has no torch function"
                     return plain(call, inputs, tensors)
@@ -273,15 +284,18 @@ def _project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return made if bias is None else made + bias
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """q: [batch, n_heads, 1, head_dim], keys and values: [batch, n_kv_heads, seen, head_dim] -> as q."""
-    return scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] > keys.shape[1])
+    if "cap" in call.params:  # which torch's own attention has not
+        return _attend_inline(call, q, keys, values)
+    grouped = q.shape[1] > keys.shape[1]
+    return scaled_dot_product_attention(q, keys, values, scale=call.params["scale"], enable_gqa=grouped)
 
 
-def _attend_inline(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_inline(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """`_attend` as sums of products, which a compiler fuses instead of calling a library."""
     batch, kv_heads, _, head_dim = keys.shape
-    grouped = q.reshape(batch, kv_heads, -1, 1, head_dim).float() * head_dim**-0.5
-    scores = (grouped * keys[:, :, None]).sum(-1)
+    grouped = q.reshape(batch, kv_heads, -1, 1, head_dim).float() * call.params["scale"]
+    scores = capped((grouped * keys[:, :, None]).sum(-1), call.params.get("cap"))
     mixed: Tensor = (scores.softmax(-1)[..., None] * values[:, :, None]).sum(-2)
     return mixed.to(q.dtype).view(q.shape)

@@ -13,6 +13,7 @@ import numpy as np
 
 from flywheel.ir import BufferKind, GpuTarget
 from flywheel.plan import KernelVariant
+from flywheel.plan.features import FEATURES as KNOWN
 from flywheel.vm.abi import STRUCTS, Layout, numpy_struct
 from flywheel.vm.gpu.nvrtc import EntryUsage
 from flywheel.vm.pack import PackedProgram
@@ -67,6 +68,9 @@ def _members(kind: type) -> dict[str, Any]:
     return {name: _HINTS.get(wanted, wanted) for name, wanted in get_type_hints(kind).items()}
 
 
+FEATURES: Final = "features"
+"""A member of kernel and variant that is only there where it is not empty."""
+
 _FILE: Final = {"bytes": int, "sha256": str}
 _NUMBERS: Final = ("n_counters", "workspace_stride", "pass_blocks", "set_stride", "awaited_bytes")
 
@@ -80,7 +84,7 @@ _WANTED: Final[Mapping[str, Any]] = {
         "formats": list, "entries": dict.fromkeys(("megakernel", "pack_matrix", "advance_rows"), _members(EntryUsage)),
     },
     "launch": {"grid": int, "last_position": int},
-    "variant": _members(KernelVariant),
+    "variant": {name: kind for name, kind in _members(KernelVariant).items() if name != FEATURES},
     "tables": {name: {"offset": int, "count": int} for name in ELEMENTS},
     "program": {"numbers": dict.fromkeys(_NUMBERS, int)},
     "buffers": list,
@@ -103,6 +107,8 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         raise ValueError(f"kernel.nvrtc: {nvrtc[:60]!r} is not a version")
     for name in ("kernel", "variant"):
         _check_each(f"{name}.formats", manifest[name]["formats"])
+        if any(each not in KNOWN for each in manifest[name].get(FEATURES, ())):
+            raise ValueError(f"{name}.{FEATURES}: not some of {', '.join(KNOWN)}")
     for row, buffer in enumerate(manifest["buffers"]):
         _check(f"buffers.{row}", buffer, _BUFFER)
         _check_each(f"buffers.{row}.shape", buffer["shape"])

@@ -33,6 +33,7 @@ from flywheel.plan.formats import coding_numbered
 from flywheel.plan.step import ABSENT, MatrixCoding
 from flywheel.runtime.manifest import (
     ELEMENTS,
+    FEATURES,
     FORMAT,
     KERNEL,
     LABELS,
@@ -164,7 +165,7 @@ def _kernel(about: Mapping[str, Any], cubin: bytes) -> CompiledVariant:
     return CompiledVariant(
         about["arch"], about["key"], cubin, "", {name: EntryUsage(**each) for name, each in about["entries"].items()},
         about["threads"], DType[about["dtype"]], about["matrix_warps"], rows=about["rows"],
-        formats=tuple(about["formats"]),
+        formats=tuple(about["formats"]), features=tuple(about.get(FEATURES, ())),
     )  # fmt: skip
 
 
@@ -198,7 +199,9 @@ def _packed(
     offsets = {row: about["offset"] for row, about in enumerate(manifest["buffers"]) if "offset" in about}
     return PackedProgram(
         program=MegakernelProgram(target=GpuTarget(**manifest["target"]), buffers=buffers, tasks=_Named(labels)),
-        variant=KernelVariant(**{**variant, "formats": tuple(variant["formats"])}),
+        variant=KernelVariant(
+            **{**variant, "formats": tuple(variant["formats"]), FEATURES: tuple(variant.get(FEATURES, ()))}
+        ),
         dtype=kernel.dtype,
         n_counters=numbers["n_counters"],
         workspace_stride=numbers["workspace_stride"],

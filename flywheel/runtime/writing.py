@@ -17,9 +17,11 @@ import numpy as np
 from flywheel.errors import UsageError
 from flywheel.ir import BufferKind
 from flywheel.ir.files import MANIFEST
+from flywheel.plan import KernelVariant
 from flywheel.runtime.manifest import (
     ALIGNMENT,
     ELEMENTS,
+    FEATURES,
     FORMAT,
     KERNEL,
     LABELS,
@@ -71,12 +73,16 @@ def bundle_files(
             "file": KERNEL, "arch": kernel.arch, "key": kernel.key, "nvrtc": nvrtc, "threads": kernel.threads,
             "matrix_warps": kernel.matrix_warps, "dtype": kernel.dtype.name, "rows": kernel.rows,
             "formats": list(kernel.formats), "entries": {name: asdict(each) for name, each in kernel.entries.items()},
+            **_features(kernel),
         },
         "launch": {
             "entry": "megakernel", "grid": len(packed.queues) - 1, "threads": kernel.threads,
             "smem_bytes": packed.variant.smem_bytes, "cooperative": True, "last_position": packed.last_position,
         },
-        "variant": {**asdict(packed.variant), "formats": list(packed.variant.formats)},
+        "variant": {
+            **{name: value for name, value in asdict(packed.variant).items() if name != FEATURES},
+            "formats": list(packed.variant.formats), **_features(packed.variant),
+        },
         "tables": parts,
         "structs": {name: _members(name) for name in _SHOWN},
         "program": _program(packed),
@@ -113,6 +119,10 @@ def check_new(folder: Path) -> None:
     """Raises UsageError unless the path is free or an empty directory, and OSError."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UsageError(f"{str(folder)!r} exists; a bundle needs a new directory")
+
+
+def _features(of: CompiledVariant | KernelVariant) -> dict[str, list[str]]:
+    return {FEATURES: list(of.features)} if of.features else {}
 
 
 def _json(value: object) -> bytes:

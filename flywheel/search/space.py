@@ -11,10 +11,12 @@ from typing import Final
 
 from flywheel.errors import ConfigError, InvalidProgramError, UsageError
 from flywheel.ir import DType, InstructionKind, ScheduleConfig
+from flywheel.ir.compressed import Use
 from flywheel.ir.show import did_you_mean
 from flywheel.lowering.fusion import patterns_of
 from flywheel.lowering.lower import lower
 from flywheel.plan import kernel_variant, variant_of
+from flywheel.plan.features import features_of
 from flywheel.plan.variant import COPIES
 from flywheel.search.knobs import (
     GOOD_ON_H200,
@@ -63,8 +65,8 @@ _FUSED: Final = MappingProxyType(
         ("fuse.attention", 4): "k_norm k_rope k_append v_append q_norm q_rope attention",
         ("fuse.out", 1): "o_proj attn_add",
         ("fuse.out", 2): "attn_combine o_proj attn_add",
-        ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul gelu",
-        ("fuse.mlp_in", 2): "mlp_norm gate_proj up_proj silu_mul gelu",
+        ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul gelu_mul gelu",
+        ("fuse.mlp_in", 2): "mlp_norm gate_proj up_proj silu_mul gelu_mul gelu",
         ("fuse.down", 1): "down_proj mlp_add",
         ("fuse.head", 1): "final_norm lm_head",
     }
@@ -231,6 +233,11 @@ class Space:
             return ()
         config = self.to_config(self.known_good()[0])
         return variant_of(lower(self.workload.graph, config, self.workload.target)).formats
+
+    def kernel_features(self) -> tuple[str, ...]:
+        """What these kernels need that most do not, as KernelVariant has it."""
+        blocks = self.workload.graph.blocks
+        return features_of(Use(op.kind, (), op.params) for block in blocks for op in block.ops)
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(rows_of(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])

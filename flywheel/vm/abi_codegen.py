@@ -29,7 +29,7 @@ from flywheel.ir import (
     InstructionKind,
     MemSpace,
 )
-from flywheel.ir.operations import PRODUCTS
+from flywheel.ir.operations import PRODUCTS, Kernel
 from flywheel.plan import kernels
 from flywheel.plan.formats import FORMATS, UNIT_ALIGNMENT, Code, ScalePlacement
 from flywheel.plan.placing import SPILLED
@@ -154,9 +154,9 @@ def dispatch_header() -> str:
 
     The usual ones are found by comparison, one after the other: a table of targets lies in memory, far away.
     """
-    table = sorted(kernels.KERNELS.items(), key=lambda each: each[1].ranked)
+    table = sorted(kernels.KERNELS.items(), key=lambda each: each[1].define or "")
     headers = dict.fromkeys([kernel for _, kernel in table])
-    includes = "\n".join(_where(kernel.ranked, f'#include "ops/{kernel.name}.cuh"') for kernel in headers)
+    includes = "\n".join(_where(kernel, f'#include "ops/{kernel.name}.cuh"') for kernel in headers)
     first = sorted([(kernel.usual, op) for op, kernel in table if kernel.usual is not None])
     usual = "\n".join(
         f"  if ({' | '.join(f'(op == AMK_OP_{op.name})' for _, op in ops)}) "
@@ -164,7 +164,7 @@ def dispatch_header() -> str:
         for kernel, ops in groupby(first, lambda each: kernels.KERNELS[each[1]])
     )
     cases = "\n".join(
-        _where(kernel.ranked, f"    case AMK_OP_{op.name}: op_{kernel.name}(vm, step); break;")
+        _where(kernel, f"    case AMK_OP_{op.name}: op_{kernel.name}(vm, step); break;")
         for op, kernel in table if kernel.usual is None
     )  # fmt: skip
     return f"""\
@@ -184,16 +184,16 @@ __device__ __forceinline__ void dispatch(Vm vm, const amk_step_t& step) {{
 """
 
 
-def _where(ranked: bool, line: str) -> str:
-    """A line that only kernels for several GPUs have, or a plain one."""
-    return f"#ifdef FW_RANKS\n{line}\n#endif" if ranked else line
+def _where(kernel: Kernel, line: str) -> str:
+    """A line that only some variants have, or a plain one."""
+    return line if kernel.define is None else f"#ifdef {kernel.define}\n{line}\n#endif"
 
 
 def opcodes_header() -> str:
     """The text of opcodes.cuh: columns of the table of operations that kernels ask for."""
     products = " || ".join(f"(op) == AMK_OP_{op.name}" for op in kernels.KERNELS if op in PRODUCTS)
     awaiting = "\n".join(
-        _where(kernel.ranked, f"    | 1u << AMK_OP_{op.name}")
+        _where(kernel, f"    | 1u << AMK_OP_{op.name}")
         for op, kernel in kernels.KERNELS.items() if kernel.awaits
     )  # fmt: skip
     return f"""\

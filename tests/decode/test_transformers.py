@@ -64,6 +64,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
     "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
     "glm": ("Glm", dict(SIZES, head_dim=32)),
+    "granite": (
+        "Granite", dict(SIZES, embedding_multiplier=3.7, residual_multiplier=0.4, attention_multiplier=0.2,
+                        logits_scaling=0.8),
+    ),
+    "olmo2": ("Olmo2", dict(SIZES)),
     "smollm3": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, tie_word_embeddings=False)),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""

@@ -53,7 +53,10 @@ def launch(gpu: EmulatedGpu, packed: PackedProgram, given: Mapping[str, Tensor])
     """
     packed, program = apart(packed), packed.program
     variant = packed.variant
-    kernel = build_variant(arch_name(gpu.sm_arch), variant.threads, packed.dtype, matrix_warps=variant.matrix_warps)
+    kernel = build_variant(
+        arch_name(gpu.sm_arch), variant.threads, packed.dtype, matrix_warps=variant.matrix_warps,
+        features=variant.features,
+    )
     caches = {each.name: gpu.alloc(each.nbytes + 2 * GAP) for each in program.buffers if _is_cache(each)}
     for name, memory in caches.items():
         gpu.upload(memory, octets(given[name]), GAP)

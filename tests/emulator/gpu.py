@@ -58,6 +58,7 @@ def build_variant(
     trace: bool = False,
     every_thread: bool = False,
     ranked: bool = False,
+    features: Sequence[str] = (),
     sources: Path = SOURCES,
 ) -> CompiledVariant:
     """What `compile_variant` takes and gives, but `cubin` is the path of a shared library for the CPU."""
@@ -71,7 +72,7 @@ def build_variant(
     if formats:
         defines["FW_FORMATS"] = ",".join(map(str, formats))
     wanted = {"FW_TRACE": trace, "FW_EVERY_THREAD": every_thread, "FW_RANKS": ranked}
-    defines |= {name: "1" for name, asked in wanted.items() if asked}
+    defines |= {name: "1" for name, asked in wanted.items() if asked} | {f"FW_{name}": "1" for name in features}
     # Sources that a test has changed may change again under the same name.
     make = _known_library if sources == SOURCES else _library
     library = make(sources, tuple(defines.items()))
@@ -79,7 +80,7 @@ def build_variant(
     entries = dict.fromkeys(_ENTRIES, usage)
     return CompiledVariant(
         arch, library.stem, os.fsencode(library), "", entries, threads, dtype, multiplying, trace, rows,
-        tuple(formats), ranked,
+        tuple(formats), ranked, tuple(features),
     )
 
 

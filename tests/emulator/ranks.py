@@ -114,7 +114,7 @@ class Ranks:
         variant = self.packed[0].variant
         self._kernel = build_variant(
             arch_name(gpu.sm_arch), variant.threads, dtype, matrix_warps=variant.matrix_warps, rows=variant.rows,
-            formats=variant.formats, ranked=True,
+            formats=variant.formats, ranked=True, features=variant.features,
         )
         bound = bind(program, weights)
         homes = gpus or [gpu] * len(self.packed)

@@ -38,7 +38,7 @@ def emulated_session(
     variant = packed.variant
     kernel = build_variant(
         arch_name(gpu.sm_arch), variant.threads, interface.dtype, matrix_warps=variant.matrix_warps, rows=variant.rows,
-        formats=variant.formats,
+        formats=variant.formats, features=variant.features,
     )
     bound = bind(program, weights)
     with (

@@ -17,7 +17,7 @@ import pytest
 from flywheel.ir import InstructionKind
 
 PLACES: Final = {
-    "ir/opcodes.py": ("    FUSED = 19\n", "    FUSED = 19\n    SQUARE = 20\n"),
+    "ir/opcodes.py": ("    GELU_MUL = 20\n", "    GELU_MUL = 20\n    SQUARE = 21\n"),
     "ir/operations.py": (
         ")\n\nOPERATIONS: Final",
         '    _elementwise(_K.SQUARE, "x", "`x * x`", 1, Kernel("square")),\n)\n\nOPERATIONS: Final',
@@ -134,13 +134,14 @@ LISTED: Final = {
     ("ir/exchange.py", "ALLREDUCE_SHARD COPY"),  # an exchange is a push and a sum
     ("lowering/emit/__init__.py", "ATTENTION_TILE KV_APPEND"),  # what lowering emits in tasks of their own
     ("lowering/emit/__init__.py", "ALLREDUCE_SHARD COPY"),
+    ("ir/operations.py", "GELU_MUL SILU_MUL"),  # a group of the table's own
     ("lowering/fusion.py", "ADD GELU"),  # what may go with a product, and what with attention
     ("lowering/fusion.py", "LAYERNORM RMSNORM"),
     ("lowering/fusion.py", "ATTENTION_TILE KV_APPEND"),
     ("plan/new_row.py", "ATTENTION_TILE KV_APPEND ROPE"),  # patterns that one kernel computes together
     ("plan/turning.py", "ATTENTION_TILE ROPE"),
     # What prefill and the rivals compute in torch, each in its own way: opcodes that a model's blocks have.
-    ("models/forward.py", "ADD EMBED GELU LAYERNORM RMSNORM SAMPLE_ARGMAX SILU_MUL"),
+    ("models/forward.py", "ADD EMBED GELU GELU_MUL LAYERNORM RMSNORM SAMPLE_ARGMAX SILU_MUL"),
     ("decode/prompts.py", "ATTENTION_TILE GEMV_TILE KV_APPEND ROPE"),
     ("rivals/torch_decoder.py", "ATTENTION_TILE GEMV_TILE KV_APPEND ROPE"),
 }

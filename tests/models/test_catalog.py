@@ -29,6 +29,11 @@ PUBLISHED_PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
+    "granite-3.3-2b": 2_533_539_840,
+    "granite-3.3-8b": 8_170_864_640,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
 }
 
 MINIMAL = {
@@ -103,7 +108,7 @@ def test_an_unknown_name_is_answered_with_the_closest(asked: str, closest: str) 
 
 @pytest.mark.parametrize("asked", ["", "zzzzzz", "a\0b", "x" * 10_000])
 def test_a_name_like_no_other_is_answered_with_all(asked: str) -> None:
-    with pytest.raises(UnknownNameError, match=r"known: llama3-70b, .*smollm2-135m"):
+    with pytest.raises(UnknownNameError, match=r"known: granite-3.3-2b, .*smollm2-135m"):
         resolve_model(asked)
 
 

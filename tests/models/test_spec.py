@@ -58,7 +58,7 @@ def test_shapes_and_keys_describe_every_parameter_once(name: str) -> None:
 
 
 def test_every_role_has_a_key_and_every_key_a_role() -> None:
-    everything = changed(qkv_bias=True, qk_norm=True, norm_bias=True, o_bias=True, mlp_bias=True)
+    everything = changed(qkv_bias=True, qk_norm=True, norm_bias=True, o_bias=True, mlp_bias=True, norms="around")
     assert set(layer_weight_shapes(everything)) == set(LAYER_WEIGHT_KEYS)
     assert set(model_weight_shapes(everything)) == set(MODEL_WEIGHT_KEYS)
 

@@ -79,6 +79,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-short": ("Phi3", dict(SIZES, rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.75})),
     "glm": ("Glm", dict(SIZES, head_dim=32)),
     "llama-yarn": ("Llama", dict(SIZES, rope_parameters=YARN_ROPE)),
+    "granite": (
+        "Granite", dict(SIZES, embedding_multiplier=3.7, residual_multiplier=0.4, attention_multiplier=0.2,
+                        logits_scaling=0.8),
+    ),
+    "olmo2": ("Olmo2", dict(SIZES)),
     "smollm3-turned": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 1, 1])),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""

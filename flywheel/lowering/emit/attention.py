@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
+from flywheel.ir import ABI_MAX_INPUTS, PARAM_FIELDS, InstructionKind, KvRows
 from flywheel.ir.recipe import FINAL, Arg, Output, Recipe, RecipeBuilder
 from flywheel.lowering.emit.scope import PARTIAL, PARTIAL_EXTRA, Scope, TileSet, one_tile
 from flywheel.lowering.fusion import COMBINE, Group
@@ -161,7 +161,7 @@ def _emit_windows(
     for window, output in zip(windows, outputs, strict=True):
         tile_bytes, flops = _attend_cost(scope, _caches(scope, attention, 0), window["kv_len"])
         for head in _heads(scope):
-            if len(graph.streams) == 1 and len(ops) == 1:
+            if len(graph.streams) == 1 and len(ops) == 1 and attention.params.keys() <= PARAM_FIELDS.keys():
                 inputs = (attention.inputs[0], *_caches(scope, attention, head))
                 params = {**attention.params, **window}
                 sets.append(TileSet("attention", "attention", _K.ATTENTION_TILE, inputs, (output,), output,
@@ -259,7 +259,9 @@ def _attend(
     caches = [builder.operand(name) for name in _caches(scope, attention, head)]
     extra = 0 if output == attention.output else PARTIAL_EXTRA
     width = graph.group * (graph.head_dim + extra)
-    own: dict[str, Any] = {**scope.heads(1), "scale": attention.params["scale"]}
+    own: dict[str, Any] = {
+        **scope.heads(1), **{name: attention.params[name] for name in ("scale", "cap") if name in attention.params}
+    }  # fmt: skip
     builder.step(_K.ATTENTION_TILE, [query, *caches], width, scope.tensor(output).dtype, own, FINAL)
     return width
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.errors import ConfigError
-from flywheel.ir import DType, InstructionKind, Stretch, Tiles
+from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, Stretch, Tiles
 from flywheel.ir.recipe import FINAL, Arg, Recipe, RecipeBuilder
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import Group
@@ -40,12 +40,13 @@ def _emit_unit(
     depth = anchors[0].params["K"]
     cuts = scope.tiling.cuts(name, n_out)
     quantised = any(scope.tensor(anchor.inputs[1]).format is not None for anchor in anchors)
-    plain = not before and not after and not partials and not quantised
+    alone = not before and not after and not partials and not quantised
+    plain = alone and anchors[0].params.keys() <= PARAM_FIELDS.keys()
     recipes = {}
     inputs: tuple[str, ...] = anchors[0].inputs
     batch = scope.graph.batch
     kind = _matrix_op(batch) if plain else _K.FUSED
-    own = {**({"K": depth} if plain else {}), **_over_rows(batch)}
+    own = {**(anchors[0].params if plain else {}), **_over_rows(batch)}
     if not plain:
         for _, rows, _ in cuts:
             recipes[rows], inputs = _recipe(scope, before, anchors, after, partials, rows)

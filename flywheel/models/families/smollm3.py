@@ -5,22 +5,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from flywheel.models.blocks import attention_ops, mlp_ops
 from flywheel.models.config_reading import Fields
 from flywheel.models.family import Family
-from flywheel.models.graph import Op
-from flywheel.models.spec import MAX_LAYERS, DecoderSpec
+from flywheel.models.spec import MAX_LAYERS
 
 _INTERVAL: Final = 4
 """Default of `no_rope_layer_interval`."""
-
-
-def layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
-    """The operations of each layer."""
-    turned, plain = (
-        (*attention_ops(spec, context, lanes, rope=rope), *mlp_ops(spec)) for rope in (True, False)
-    )
-    return [turned if spec.has_rope(layer) else plain for layer in range(spec.n_layers)]
 
 
 def read(fields: Fields) -> dict[str, Any]:
@@ -43,6 +33,6 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 FAMILY: Final = Family(
-    "smollm3", "SmolLM3ForCausalLM", layers, n_kv_heads=4, window_needs_flag=True, rope_theta=2e6, tied_head=True,
+    "smollm3", "SmolLM3ForCausalLM", n_kv_heads=4, window_needs_flag=True, rope_theta=2e6, tied_head=True,
     biases=("attention_bias", "mlp_bias"), read=read, reads=("no_rope_layers", "no_rope_layer_interval"),
 )  # fmt: skip

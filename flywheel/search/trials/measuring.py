@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _IMPORT_S: Final = 180.0
 """Wall seconds that a worker's imports may take, torch's above all, from a slow file system, too."""
 
-_COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...], bool], Lock]] = {}
+_COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...], bool, tuple[str, ...]], Lock]] = {}
 
 
 def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
@@ -96,8 +96,8 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
     with suppress(ConfigError, KernelCompileError):
         variant = variant_of(program)
         threads, matrix_warps, rows = variant.threads, variant.matrix_warps, variant.rows
-        ranked = program.ranks > 1
-        _compile(program.target.sm_arch, threads, matrix_warps, rows, DTYPES[dtype], variant.formats, ranked)
+        kind = variant.formats, program.ranks > 1, variant.features
+        _compile(program.target.sm_arch, threads, matrix_warps, rows, DTYPES[dtype], *kind)
 
 
 def wrap(program: MegakernelProgram) -> WorkerProgram:
@@ -118,10 +118,12 @@ def compile_all(
     formats: tuple[int, ...] = (),
     side: int | None = None,
     ranked: bool = False,
+    features: tuple[str, ...] = (),
 ) -> None:
     """Compile `kernels`, each (threads, warps that multiply, rows), into the cache, in order, until `stopped()`.
 
-    `formats` are the formats of the quantised matrices; `ranked` kernels are for several GPUs. `side` kernels are
+    `formats` are the formats of the quantised matrices; `ranked` kernels are for several GPUs, and those with
+    `features` for programs that ask for them. `side` kernels are
     compiled side by side, by default one on each of half the cores; the other cores predict meanwhile.
     """
 
@@ -129,7 +131,7 @@ def compile_all(
         if stopped():
             return
         with suppress(ConfigError, KernelCompileError):
-            _compile(sm_arch, *kernel, DTYPES[dtype], formats, ranked)
+            _compile(sm_arch, *kernel, DTYPES[dtype], formats, ranked, features)
 
     with ThreadPoolExecutor(side or max(1, usable_cores() // 2)) as pool:
         for done in [pool.submit(compile_next, kernel) for kernel in kernels]:
@@ -137,17 +139,21 @@ def compile_all(
 
 
 def _compile(
-    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...], ranked: bool
-) -> None:
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...], ranked: bool,
+    features: tuple[str, ...],
+) -> None:  # fmt: skip
     """Compile a kernel once: a thread that wants what another thread compiles waits for it."""
-    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype, formats, ranked), Lock()):
-        _compile_once(sm_arch, threads, matrix_warps, rows, dtype, formats, ranked)
+    kernel = sm_arch, threads, matrix_warps, rows, dtype, formats, ranked, features
+    with _COMPILING.setdefault(kernel, Lock()):
+        _compile_once(*kernel)
 
 
 @cache
 def _compile_once(
-    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...], ranked: bool
-) -> None:
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...], ranked: bool,
+    features: tuple[str, ...],
+) -> None:  # fmt: skip
     compile_variant(
-        arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows, formats=formats, ranked=ranked
-    )
+        arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows, formats=formats, ranked=ranked,
+        features=features,
+    )  # fmt: skip

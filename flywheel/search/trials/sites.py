@@ -137,7 +137,7 @@ def open_engine(
         space = make_space(workload, spec.fix)
         compile_all = partial(
             measuring.compile_all, spec.dtype, workload.target.sm_arch, space.kernels(),
-            formats=space.kernel_formats(), ranked=workload.ranks > 1,
+            formats=space.kernel_formats(), ranked=workload.ranks > 1, features=space.kernel_features(),
         )  # fmt: skip
         means = Measuring(
             bench_of, partial(measuring.compile_ahead, spec.dtype), measuring.wrap, compile_all=compile_all,

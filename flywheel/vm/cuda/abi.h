@@ -78,6 +78,7 @@ typedef uint32_t amk_counter_t;
 #define AMK_OP_SAMPLE_ARGMAX 17
 #define AMK_OP_ATTENTION_COMBINE 18
 #define AMK_OP_FUSED 19
+#define AMK_OP_GELU_MUL 20
 #define AMK_DTYPE_F32 0
 #define AMK_DTYPE_F16 1
 #define AMK_DTYPE_BF16 2
@@ -132,6 +133,7 @@ typedef uint32_t amk_counter_t;
 #define FW_EPILOGUE_NONE 0
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2
+#define FW_EPILOGUE_GELU_MUL 3
 #define FW_SEGMENT_FRESH_X 1
 #define FW_SEGMENT_CONTINUES 2
 #define FW_SEGMENT_GOES_ON 4

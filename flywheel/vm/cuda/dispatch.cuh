@@ -18,6 +18,9 @@
 #include "ops/kv_append.cuh"
 #include "ops/sample_argmax.cuh"
 #include "ops/attention_combine.cuh"
+#ifdef FW_GELU_MUL
+#include "ops/gelu_mul.cuh"
+#endif
 #ifdef FW_RANKS
 #include "ops/allreduce_shard.cuh"
 #endif
@@ -46,6 +49,9 @@ __device__ __forceinline__ void dispatch(Vm vm, const amk_step_t& step) {
     case AMK_OP_SOFTMAX: op_softmax(vm, step); break;
     case AMK_OP_KV_APPEND: op_kv_append(vm, step); break;
     case AMK_OP_SAMPLE_ARGMAX: op_sample_argmax(vm, step); break;
+#ifdef FW_GELU_MUL
+    case AMK_OP_GELU_MUL: op_gelu_mul(vm, step); break;
+#endif
 #ifdef FW_RANKS
     case AMK_OP_ALLREDUCE_SHARD: op_allreduce_shard(vm, step); break;
 #endif

@@ -52,6 +52,17 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(products) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0, which adds nothing
     return products;
 }
+
+// Two products of values and a norm's weights, each rounded once.
+__device__ __forceinline__ uint32_t weigh_halves(uint32_t x, uint32_t w) {
+#ifdef FW_NORM_OFFSET
+    uint32_t sums;
+    asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(sums) : "r"(x), "r"(w));  // x * w + x
+    return sums;
+#else
+    return multiply_halves(x, w);
+#endif
+}
 #endif
 
 __device__ __forceinline__ float max_or_nan(float a, float b) {
@@ -87,6 +98,23 @@ __device__ __forceinline__ bool is_half(int dtype) { return dtype == AMK_DTYPE_F
 __device__ __forceinline__ float round_to(int dtype, float value) {
     return is_half(dtype) ? half_to_float(float_to_half(value)) : value;
 }
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
+__device__ __forceinline__ float gelu_tanh(float x) {
+    return __fdividef(x, 1.0f + __expf(x * (-1.5957691216057308f - 0.071354816272093f * x * x)));
+}
+
+// A norm's weight, to which a program of NORM_OFFSET adds 1.
+__device__ __forceinline__ float norm_weight(float w) {
+#ifdef FW_NORM_OFFSET
+    return 1.0f + w;
+#else
+    return w;
+#endif
+}
+
+// cap * tanh(x / cap); x itself where `cap` is 0.
+__device__ __forceinline__ float capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 

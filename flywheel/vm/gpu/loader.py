@@ -402,6 +402,9 @@ def check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None:
         )
     if variant.ranked is not packed.variant.ranked:
         raise ConfigError("kernel and program: one is of several GPUs, the other of one")
+    if variant.features != packed.variant.features:
+        has_features, needed = (" and ".join(each.features) or "none" for each in (variant, packed.variant))
+        raise ConfigError(f"kernel with features {has_features}: the program needs {needed}")
     if variant.rows not in (0, packed.variant.rows):
         has_rows = packed.variant.rows or "various numbers of"
         raise ConfigError(f"kernel for products of {variant.rows} rows: the program's have {has_rows}")

@@ -63,8 +63,8 @@ class CompiledUnit:
 class CompiledVariant(CompiledUnit):
     """A kernel variant: the entries `megakernel`, `pack_matrix`, `pack_codes`, `expand_scales` and `advance_rows`.
 
-    It runs blocks of `threads` and programs of `dtype`, of several GPUs if `ranked`. Its products have `rows` rows, or
-    any number where `rows` is 0, and it multiplies quantised matrices in `formats`.
+    It runs blocks of `threads` and programs of `dtype`, which ask for `features`, of several GPUs if `ranked`. Its
+    products have `rows` rows, or any number where `rows` is 0, and it multiplies quantised matrices in `formats`.
     """
 
     threads: int
@@ -74,6 +74,7 @@ class CompiledVariant(CompiledUnit):
     rows: int = 0
     formats: tuple[int, ...] = ()
     ranked: bool = False
+    features: tuple[str, ...] = ()
 
     @property
     def usage(self) -> EntryUsage:
@@ -106,6 +107,7 @@ def compile_variant(
     trace: bool = False,
     every_thread: bool = False,
     ranked: bool = False,
+    features: Sequence[str] = (),
     sources: Path = SOURCES,
 ) -> CompiledVariant:
     """Compile the kernel in `sources` for `arch`, through `compile_unit` and its cache.
@@ -113,17 +115,17 @@ def compile_variant(
     `matrix_warps` defaults to half of the warps beside the loader and the control warp, rounded up. With `rows` the
     kernel has only the code for that many rows, since instruction fetches are slow; 0 keeps all of it. `formats` are
     those of the quantised matrices that it multiplies (`Coding.number`). With `trace`, tasks stamp their times. A
-    `ranked` kernel runs programs of several GPUs. `every_thread` is for race detectors: each thread arrives and waits
-    for itself.
+    `ranked` kernel runs programs of several GPUs, and one with `features` (`plan.features`) those that ask for them.
+    `every_thread` is for race detectors: each thread arrives and waits for itself.
 
     Raises ConfigError for a dtype without a kernel, and as `compile_unit`.
     """
     multiplying = (threads // WARP - 1) // 2 if matrix_warps is None else matrix_warps
-    defines = defines_of(threads, dtype, multiplying, rows, formats, trace, every_thread, ranked)
+    defines = defines_of(threads, dtype, multiplying, rows, formats, trace, every_thread, ranked, features)
     unit = compile_unit("megakernel.cu", arch, defines, cache_dir, sources=sources)
     return CompiledVariant(
         unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace, rows,
-        tuple(formats), ranked,
+        tuple(formats), ranked, tuple(features),
     )
 
 
@@ -136,6 +138,7 @@ def defines_of(
     trace: bool = False,
     every_thread: bool = False,
     ranked: bool = False,
+    features: Sequence[str] = (),
 ) -> dict[str, str]:
     """The macros of a variant, by name; the arguments are those of `compile_variant`. Raises ConfigError for a dtype
     without a kernel."""
@@ -154,7 +157,7 @@ def defines_of(
         defines["FW_EVERY_THREAD"] = "1"
     if ranked:
         defines["FW_RANKS"] = "1"
-    return defines
+    return defines | {f"FW_{name}": "1" for name in features}
 
 
 def compile_unit(

@@ -154,6 +154,8 @@ def _fill(row: np.void, step: PlannedStep, form: Form) -> None:
     row["flags"] = _flags(step, form)
     for name in PARAM_FIELDS.keys() & step.params.keys():
         row["params"][name] = step.params[name]
+    if "cap" in step.params:
+        row["params"]["theta"] = step.params["cap"]  # which only ROPE has
 
 
 def _fill_product(product: np.void, step: PlannedStep, rows: int, row_chunks: int) -> None:

@@ -76,20 +76,25 @@ def attention_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> Non
     """Attention of q [n_heads, head_dim] to rows `kv_start`..`kv_start + kv_len` of the caches [max_seq, n_kv_heads,
     head_dim].
 
-    The optional fourth input is a mask [max_seq] or [n_heads, max_seq], indexed like the cache's rows and added to the
-    scaled scores. A head that sees no row, or only masked ones, gives 0. `out` is the whole attention or a partial,
-    which its size tells.
+    With `cap`, scaled scores are capped. The optional fourth input is a mask [max_seq] or [n_heads, max_seq], indexed
+    like the cache's rows and added to the scores. A head that sees no row, or only masked ones, gives 0. `out` is the
+    whole attention or a partial, which its size tells.
     """
     n_heads, n_kv_heads, head_dim = params["n_heads"], params["n_kv_heads"], params["head_dim"]
     query = flat(inputs[0])
     keys, values = (_window(cache, params) for cache in inputs[1:3])  # [n_kv_heads, rows, head_dim]
-    scores = query.view(n_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * params["scale"]
+    scores = capped(query.view(n_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * params["scale"], params)
     if len(inputs) > 3:
         scores = scores + _mask(inputs[3], inputs[1].shape[0], params)
     highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:2], 1), -math.inf)
     weights = torch.exp(scores - _finite(highest))
     total = weights.sum(-1, keepdim=True)
     _finish(out, _divide(weights @ values, total), highest, total, (n_heads, head_dim))
+
+
+def capped(x: Tensor, params: Params) -> Tensor:
+    """cap * tanh(x / cap); x itself where there is no `cap`."""
+    return x if "cap" not in params else params["cap"] * torch.tanh(x / params["cap"])
 
 
 def attention_combine(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:

@@ -61,18 +61,19 @@ def copy(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def embed(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """ids [S], table [V, hidden] -> rows [S, hidden]. Raises TensorError for an id without a row."""
+    """ids [S], table [V, hidden] -> rows [S, hidden], perhaps times `scale`. Raises TensorError for an id without a
+    row."""
     table, ids = rows_of(inputs[1], params["hidden"]), inputs[0].reshape(-1).long()
     if not bool(((ids >= 0) & (ids < table.shape[0])).all()):
         raise TensorError(f"ids {ids.tolist()[:8]} are not all in 0..{table.shape[0] - 1}")
-    store(out, table[ids])
+    store(out, table[ids] if "scale" not in params else table[ids].float() * params["scale"])
 
 
 def rmsnorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """x * rsqrt(mean(x^2) + eps) * w over rows of `hidden` elements."""
+    """x * rsqrt(mean(x^2) + eps) * (w [+ `w_offset`]) over rows of `hidden` elements."""
     x = split(inputs[0], params["hidden"]).float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + params["eps"])
-    store(out, x * scale * flat(inputs[1]))
+    store(out, x * scale * (flat(inputs[1]) + params.get("w_offset", 0.0)))
 
 
 def layernorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
@@ -83,7 +84,8 @@ def layernorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def matrix(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """Columns `n_off`..`n_off + N_tile` of x @ W.T [+ bias]. They fill all of `out`, [M, N_tile].
+    """Columns `n_off`..`n_off + N_tile` of x @ W.T [+ bias], perhaps times `scale` and capped by `cap`. They fill all
+    of `out`, [M, N_tile].
 
     x [M, K], W [N_out, K], bias [N_out].
     """
@@ -93,12 +95,19 @@ def matrix(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     step = max(1, BLOCK_WEIGHTS // depth) if weight.device.type == "cpu" else end - start
     blocks = [_product(x, weight[first : min(first + step, end)]) for first in range(start, end, step)]
     result = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
-    store(out, result + inputs[2].reshape(-1)[start:end].float() if len(inputs) > 2 else result)
+    if len(inputs) > 2:
+        result = result + inputs[2].reshape(-1)[start:end].float()
+    store(out, attention.capped(result * params.get("scale", 1.0), params))
 
 
 def silu_mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """silu(gate) * up."""
     store(out, functional.silu(flat(inputs[0])) * flat(inputs[1]))
+
+
+def gelu_mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """gelu(gate) * up, with tanh."""
+    store(out, functional.gelu(flat(inputs[0]), approximate="tanh") * flat(inputs[1]))
 
 
 def gelu(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:

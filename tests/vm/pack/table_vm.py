@@ -32,7 +32,7 @@ OWNED = {
     "kv_start": StepFlag.OWN_KV_START, "kv_len": StepFlag.OWN_KV_LEN,
 }  # fmt: skip
 OPTIONAL = {
-    "scale": (StepFlag.HAS_SCALE, (K.MUL,)),
+    "scale": (StepFlag.HAS_SCALE, (K.EMBED, K.MUL, K.ROPE)),
     "n_heads": (StepFlag.HAS_HEADS, (K.ATTENTION_COMBINE,)),
     "head_dim": (StepFlag.HAS_HEAD_DIM, (K.ATTENTION_COMBINE,)),
     "M_tile": (StepFlag.HAS_M_TILE, (K.COPY,)),
@@ -366,6 +366,10 @@ class TableVM:
         if step["n_args"] > 2:
             bias = self._operand(sm, instruction, steps, int(step["args"][2])).reshape(-1)
             product = product + bias[n_off : n_off + n_tile].float()
+        if step["flags"] & StepFlag.HAS_SCALE:
+            product = product * step["params"]["scale"].item()
+        if (cap := step["params"]["theta"].item()) > 0:
+            product = cap * torch.tanh(product / cap)
         value = product.to(TORCH_DTYPES[DType(int(step["out_dtype"]))]).float()
         epilogue = step["as"]["product"]["epilogue"]
         if epilogue == Epilogue.ADD:
@@ -374,6 +378,9 @@ class TableVM:
         elif epilogue == Epilogue.SILU_MUL:
             gate = self._operand(sm, instruction, steps, int(step["as"]["product"]["epilogue_arg"])).reshape(rows, -1)
             value = torch.nn.functional.silu(gate.float()) * value
+        elif epilogue == Epilogue.GELU_MUL:
+            gate = self._operand(sm, instruction, steps, int(step["as"]["product"]["epilogue_arg"])).reshape(rows, -1)
+            value = torch.nn.functional.gelu(gate.float(), approximate="tanh") * value
         out = self._out(sm, instruction, step, params)
         if step["flags"] & StepFlag.INDEX_FROM_ZERO:
             assert out.numel() == rows * n_tile or (instruction["op"] != K.FUSED and out.numel() > rows * n_tile)

@@ -70,7 +70,7 @@ struct Softmax {
             }
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                const float score = (lower[j] + upper[j + 2]) * step.params.scale;
+                const float score = cap_score(step, (lower[j] + upper[j + 2]) * step.params.scale);
                 weight[i * 2 + j] = j + i * 8 <= left ? score : -INFINITY;
                 raised = fmaxf(raised, weight[i * 2 + j]);
             }
@@ -224,7 +224,7 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
         float score = 0.0f;
 #pragma unroll 1
         for (int d = vm.lane(); d < head_dim; d += WARP) score += load(q, head * head_dim + d) * load(k, at + d);
-        score = warp_sum(score) * step.params.scale;
+        score = cap_score(step, warp_sum(score) * step.params.scale);
         if (step.n_args > 3) {
             const Operand& mask = vm.arg(step, 3);
             score += load(mask, (mask.numel > max_seq ? head * max_seq : 0) + start + row);

@@ -1,6 +1,7 @@
 // EMBED: row ids[s] of the table for each s; an id that is no row is a fault, and row 0 stands in for it.
 // Operands: ids I32 [S], table [V, hidden] in rows or in fragments; out [S, hidden].
-// Rounding: none within one type, else once to the step's dtype, then to the output's.
+// With a scale in a program of EMBED_SCALE, times that.
+// Rounding: none within one type and without a scale, else once to the step's dtype, then to the output's.
 // All threads take a row, or each warp one of several, with several loads of a thread in flight. It runs once a launch, before
 // anything else can, from instructions that come from HBM: where a row is to stay what it is, few of them take two elements at
 // a time.
@@ -18,12 +19,19 @@ __device__ __forceinline__ int fragment_offset(unsigned row, unsigned column, un
     return (block * 32 + lane) * 8 + column % 4 / 2 * 4 + row % 16 / 8 * 2 + column % 2;
 }
 
+__device__ __forceinline__ float embed_scale(const amk_step_t& step) {
+#ifdef FW_EMBED_SCALE
+    if (step.flags & FW_STEP_HAS_SCALE) return step.params.scale;
+#endif
+    return 1.0f;
+}
+
 #if FW_DTYPE != AMK_DTYPE_F32
 
 // Row `id` of the table, of an even number of halves, to `out`: the share of one of so many threads, AHEAD loads at a time.
 template <int AHEAD>
 __device__ __forceinline__ void embed_words(
-    int thread, int threads, const Operand& table, char* out, int id, int hidden, bool fragments) {
+    int thread, int threads, const Operand& table, char* out, int id, int hidden, bool fragments, float scale) {
     constexpr int BLOCK_BYTES = 16 * 16 * 2;
     const int words = hidden / 2;
     const int64_t block_row = id / 16 * ((hidden + 15) / 16) * static_cast<int64_t>(BLOCK_BYTES);
@@ -42,8 +50,8 @@ __device__ __forceinline__ void embed_words(
         for (int k = 0; k < AHEAD; k++) {
             const int w = first + k * threads;
             // A NaN becomes one that `store` makes.
-            const uint32_t whole = floats_to_halves(half_to_float(static_cast<unsigned short>(bits[k])),
-                                                    half_to_float(static_cast<unsigned short>(bits[k] >> 16)));
+            const uint32_t whole = floats_to_halves(half_to_float(static_cast<unsigned short>(bits[k])) * scale,
+                                                    half_to_float(static_cast<unsigned short>(bits[k] >> 16)) * scale);
             if (w < words) store32(out + w * 4, whole);
         }
     }
@@ -72,9 +80,9 @@ FW_MICRO_KERNEL op_embed(Vm vm, const amk_step_t& step) {
         if (words) {
             char* const to = out.ptr + static_cast<int64_t>(s) * hidden * 2;
             if (apart) {
-                embed_words<16>(vm.lane(), WARP, table, to, id, hidden, fragments);
+                embed_words<16>(vm.lane(), WARP, table, to, id, hidden, fragments, embed_scale(step));
             } else {
-                embed_words<4>(vm.thread(), VECTOR_THREADS, table, to, id, hidden, fragments);
+                embed_words<4>(vm.thread(), VECTOR_THREADS, table, to, id, hidden, fragments, embed_scale(step));
             }
             continue;
         }
@@ -94,7 +102,7 @@ FW_MICRO_KERNEL op_embed(Vm vm, const amk_step_t& step) {
             for (int k = 0; k < EMBED_LOADS; k++) {
                 const int c = first + k * VECTOR_THREADS;
                 const float value = width == 4 ? __uint_as_float(bits[k]) : half_to_float(static_cast<unsigned short>(bits[k]));
-                if (c < hidden) store_result(dtype, out, s * hidden + c, value);
+                if (c < hidden) store_result(dtype, out, s * hidden + c, value * embed_scale(step));
             }
         }
     }

@@ -26,6 +26,29 @@ __device__ __forceinline__ const float* row_scales_of(Vm vm, const amk_step_t& s
     return nullptr;
 }
 
+// What a product's sums are multiplied by and then capped by, of what many programs have neither.
+__device__ __forceinline__ float product_scale(const amk_step_t& step) {
+#ifdef FW_PRODUCT_SCALE
+    if (step.flags & FW_STEP_HAS_SCALE) return step.params.scale;
+#endif
+    return 1.0f;
+}
+__device__ __forceinline__ float cap_product(const amk_step_t& step, float value) {
+#ifdef FW_PRODUCT_CAP
+    return capped(value, step.params.theta);  // which holds a cap where there is no RoPE
+#else
+    return value;
+#endif
+}
+
+// What a product is multiplied by, made of the operand of its epilogue.
+__device__ __forceinline__ float gate_of(int epilogue, float x) {
+#ifdef FW_GELU_MUL
+    if (epilogue == FW_EPILOGUE_GELU_MUL) return gelu_tanh(x);
+#endif
+    return epilogue == FW_EPILOGUE_SILU_MUL ? silu(x) : 1.0f;
+}
+
 // The usual case: a unit without a bias and of few partials, of which no best logit is kept. What everybody waits for takes few
 // instructions, for they come from far: all that can be known before the sums are there is made before.
 struct QuickUnit {
@@ -52,7 +75,7 @@ struct QuickUnit {
         asm volatile("" : "+r"(scale_at));
     }
     // Once the partials are there.
-    __device__ __forceinline__ float value(bool scales, int out_dtype) const {
+    __device__ __forceinline__ float value(bool scales, int out_dtype, const amk_step_t& step) const {
         const float of_row = scales ? *static_cast<const float*>(__cvta_shared_to_generic(scale_at)) : 1.0f;
         float parts[FEW_SLOTS];  // loaded together
 #pragma unroll
@@ -64,6 +87,7 @@ struct QuickUnit {
         for (int slot = 1; slot < FEW_SLOTS; slot++) sum += parts[slot];
         sum *= of_row;
         sum *= scale;
+        sum = cap_product(step, sum);
         const float rounded = half_to_float(float_to_half(sum));
         sum = is_half(out_dtype) ? rounded : sum;
         return (sum + added) * factor;
@@ -107,9 +131,9 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         };
         float extra = operand(unit);
         QuickUnit own;
-        own.scale = row_scales != nullptr && inside(unit) ? row_scale(unit.column) : 1.0f;
+        own.scale = (row_scales != nullptr && inside(unit) ? row_scale(unit.column) : 1.0f) * product_scale(step);
         own.added = epilogue == FW_EPILOGUE_ADD ? extra : -0.0f;  // a negative zero changes no value that it is added to
-        own.factor = epilogue == FW_EPILOGUE_SILU_MUL ? silu(extra) : 1.0f;
+        own.factor = gate_of(epilogue, extra);
         const auto advance = [&] {
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
             extra = operand(unit);
@@ -127,7 +151,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         vm.stamp(FW_STAMP_MULTIPLIED);
         if (quick) {
             if (passed & (own.first >= 0)) {
-                const float value = own.value(scales, out_dtype);
+                const float value = own.value(scales, out_dtype, step);
                 sent.send(vm, out.dtype, own.half, own.first, vm.block().partial(pass) + own.place, value);  // farthest
                 store_float(own.target, own.half, value);
                 sent.keep(out.dtype, value);
@@ -151,9 +175,12 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
             if (unit.column >= 0 && unit.column < n_tile) {
                 if (row_scales != nullptr) value *= row_scale(unit.column);
                 if (bias) value += load(*bias, n_off + unit.column);
-                value = round_to(out_dtype, value);
+                value = round_to(out_dtype, cap_product(step, value * product_scale(step)));
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
+#ifdef FW_GELU_MUL
+                if (epilogue == FW_EPILOGUE_GELU_MUL) value *= gelu_tanh(extra);
+#endif
                 store(out, unit.m * pitch + start + unit.column, value);
                 if (keeps_best) best.see(value, n_off + unit.column);
                 sent.leave(partial, value);

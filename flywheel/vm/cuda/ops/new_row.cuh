@@ -56,7 +56,7 @@ struct HeadPairs {
         for (int s = 0; s < 2; s++) {
             float normed[PAIRS];
 #pragma unroll
-            for (int p = 0; p < PAIRS; p++) normed[p] = side[s][p] * scale * weights[s][p];
+            for (int p = 0; p < PAIRS; p++) normed[p] = side[s][p] * scale * norm_weight(weights[s][p]);
             side[s].set(normed);
         }
     }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
         query.rotate_by(turns.turn);
 #pragma unroll
         for (int i = 0; i < 2 * PAIRS; i++) score += query.side[i % 2][i / 2] * key.side[i % 2][i / 2];
-        score = warp_sum(score) * to_score;
+        score = cap_score(attention, warp_sum(score) * to_score);
         const float weight = decay(score, score);  // 1, but for a score that is no number or infinite
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {

@@ -18,6 +18,15 @@ struct Parts {
     }
 };
 
+// A scaled score, capped where an attention has a cap.
+__device__ __forceinline__ float cap_score(const amk_step_t& step, float score) {
+#ifdef FW_ATTENTION_CAP
+    return capped(score, step.params.theta);  // which holds a cap where there is no RoPE
+#else
+    return score;
+#endif
+}
+
 // Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more.
 __device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
     const TaskSlot& task = *vm.task();

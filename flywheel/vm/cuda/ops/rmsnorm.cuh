@@ -1,4 +1,4 @@
-// RMSNORM: x * rsqrt(mean(x^2) + eps) * w over rows of `hidden` elements.
+// RMSNORM: x * rsqrt(mean(x^2) + eps) * w, or in a program of NORM_OFFSET times 1 + w, over rows of `hidden` elements.
 // Operands: x of R * hidden elements, w whose first `hidden` count, any float types; out as x.
 // Rounding: fp32 throughout, once to the step's dtype, then to the output's. What LEAVES_SCALE stages is x * w, rounded once, and
 // its products are multiplied in fp32 by the scale of their row.
@@ -22,7 +22,7 @@ __device__ __forceinline__ float squares(const NormGroup& v) {
 __device__ __forceinline__ NormGroup normed(const NormGroup& x, const NormGroup& w, float scale) {
     NormGroup y;
 #pragma unroll
-    for (int i = 0; i < NormGroup::N; i += 2) y.set_pair(i, x[i] * scale * w[i], x[i + 1] * scale * w[i + 1]);
+    for (int i = 0; i < NormGroup::N; i += 2) y.set_pair(i, x[i] * scale * norm_weight(w[i]), x[i + 1] * scale * norm_weight(w[i + 1]));
     return y;
 }
 
@@ -146,8 +146,8 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
 #if FW_DTYPE == AMK_DTYPE_BF16
 
 __device__ __forceinline__ void stage_unscaled(char* to, const NormGroup& x, const NormGroup& w) {
-    *reinterpret_cast<uint4*>(to) = {multiply_halves(x.word[0], w.word[0]), multiply_halves(x.word[1], w.word[1]),
-                                     multiply_halves(x.word[2], w.word[2]), multiply_halves(x.word[3], w.word[3])};
+    *reinterpret_cast<uint4*>(to) = {weigh_halves(x.word[0], w.word[0]), weigh_halves(x.word[1], w.word[1]),
+                                     weigh_halves(x.word[2], w.word[2]), weigh_halves(x.word[3], w.word[3])};
 }
 
 // The scale of `row`, to which a warp's lanes add what they have of its squares where they `hold` that; all of `vm.block().reduce`
@@ -283,7 +283,7 @@ __device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Ope
         const float scale = rsqrtf(warp_sum(sum) / hidden + step.params.eps);
 #pragma unroll 1
         for (int i = vm.lane(); i < hidden; i += WARP) {
-            store_result(step.out_dtype, out, row * pitch + i, load(x, row * hidden + i) * scale * load(w, i));
+            store_result(step.out_dtype, out, row * pitch + i, load(x, row * hidden + i) * scale * norm_weight(load(w, i)));
         }
     }
 }

@@ -1,0 +1,54 @@
+"""What some programs ask of a kernel that others do without: a macro of the kernel variant each, so that the kernel of
+the others stays as small as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+from flywheel.ir import InstructionKind, Task
+from flywheel.ir.compressed import Use
+from flywheel.ir.operations import ATTENTIONS, PRODUCTS
+from flywheel.ir.recipe import Recipe
+
+_K = InstructionKind
+
+GELU_MUL: Final = "GELU_MUL"
+NORM_OFFSET: Final = "NORM_OFFSET"
+EMBED_SCALE: Final = "EMBED_SCALE"
+PRODUCT_SCALE: Final = "PRODUCT_SCALE"
+PRODUCT_CAP: Final = "PRODUCT_CAP"
+ATTENTION_CAP: Final = "ATTENTION_CAP"
+
+FEATURES: Final = (GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP)
+"""All of them. The macro of each has `FW_` before it."""
+
+
+def features_of(tasks: Iterable[Task | Use]) -> tuple[str, ...]:
+    """The features that tasks ask for, in the order of FEATURES."""
+    found: set[str] = set()
+    for task in tasks:
+        recipe = task.params.get("recipe")
+        found |= _of_recipe(recipe) if isinstance(recipe, Recipe) else set(_of_step(task.op, task.params))
+    return tuple([name for name in FEATURES if name in found])
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_recipe(recipe: Recipe) -> frozenset[str]:
+    return frozenset([name for step in recipe.steps for name in _of_step(step.op, step.params)])
+
+
+def _of_step(op: InstructionKind, params: Mapping[str, Any]) -> Iterator[str]:
+    if op is _K.GELU_MUL:
+        yield GELU_MUL
+    if op is _K.RMSNORM and params.get("w_offset", 0) != 0:
+        yield NORM_OFFSET
+    if op is _K.EMBED and "scale" in params:
+        yield EMBED_SCALE
+    if op in PRODUCTS and "scale" in params:
+        yield PRODUCT_SCALE
+    if op in PRODUCTS and "cap" in params:
+        yield PRODUCT_CAP
+    if op in ATTENTIONS and "cap" in params:
+        yield ATTENTION_CAP

@@ -1,0 +1,52 @@
+"""What single families ask of a kernel, a macro of its variant each, is what the oracle computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from effort import sample
+from emulator.gpu import EmulatedGpu
+from emulator.sessions import emulated_session
+
+from flywheel.ir import TARGETS, DType, validate
+from flywheel.judge.verdicts import Judge, default_positions
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.eager import OracleWeights
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import random_weights
+from flywheel.plan.variant import variant_of
+from flywheel.search.space import make_space
+from flywheel.search.workload import Workload
+from flywheel.tensors import TORCH_DTYPES
+
+CONTEXT, THREADS = 160, 192
+SPECS = {
+    "granite": DecoderSpec(
+        "granite", "granite", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, embed_scale=6.0, residual_scale=0.22,
+        attention_scale=0.1, logits_scale=0.125,
+    ),
+    "olmo2": DecoderSpec(
+        "olmo2", "olmo2", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, norms="behind", qk_norm=True, wide_qk_norm=True,
+    ),
+}  # fmt: skip
+FEATURES = {"granite": ("EMBED_SCALE", "PRODUCT_SCALE"), "olmo2": ()}
+WORKS = [(name, dtype, choice) for name in SPECS for dtype in (DType.BF16, DType.F32) for choice in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "choice"), sample(WORKS, 3))
+def test_a_family_s_kernel_computes_what_the_oracle_computes(name: str, dtype: DType, choice: int) -> None:
+    spec, gpu = SPECS[name], EmulatedGpu()
+    target = replace(TARGETS["h100"], num_sms=gpu.num_sms)
+    space = make_space(Workload(name, spec, target, dtype.name.lower(), CONTEXT))
+    config = replace(space.to_config(space.known_good()[choice]), threads_per_block=THREADS)
+    config = replace(config, tiling={**config.tiling, "warps": {"matrix": 2, "chunk": 1}})
+    program = lower(decode_step(spec, CONTEXT, dtype), config, target)
+    assert validate(program, strict=True).ok and variant_of(program).features == FEATURES[name]
+    weights = random_weights(spec, 1, TORCH_DTYPES[dtype])
+    judge = Judge(OracleWeights(spec, weights, TORCH_DTYPES[dtype]), dtype, CONTEXT, default_positions(CONTEXT), 1)
+    with emulated_session(gpu, program, spec, weights) as session, torch.no_grad():
+        verdict = judge.examine(session).verdict
+    assert verdict.error <= verdict.bound / 2, verdict
