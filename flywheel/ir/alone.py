@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from flywheel.ir.access import Region, tile
@@ -74,15 +75,14 @@ def _made_here(runs: Sequence[Run], pushed: set[int]) -> list[Run]:
 
 def _sms(sms: array[int], brief: Brief, own: set[int]) -> array[int]:
     """The SMs of the runs `own`, once for each time that a run comes."""
-    listed = [*range(len(brief.runs))]
+    listed = [(len(run.tiles), place in own) for place, run in enumerate(brief.runs)]
     start, stop = brief.layers.runs.start, brief.layers.runs.stop
     listed[start:stop] = listed[start:stop] * brief.layers.times
     found, first = array("q"), 0
-    for place in listed:
-        end = first + len(brief.runs[place].tiles)
-        if place in own:
-            found.extend(sms[first:end])
-        first = end
+    for size, kept in listed:
+        if kept:
+            found.extend(sms[first : first + size])
+        first += size
     return found
 
 
@@ -127,8 +127,13 @@ def _multiplied(run: Run, params: Mapping[str, Any]) -> list[int]:
         return [run.inputs[1]]
     if run.op is not InstructionKind.FUSED:
         return []
-    recipe: Recipe = params["recipe"]
+    return [run.inputs[number] for number in _matrices(params["recipe"])]
+
+
+@lru_cache(maxsize=1 << 12)
+def _matrices(recipe: Recipe) -> tuple[int, ...]:
+    """The inputs that are matrices of products."""
     codes = {step.out: step.args[0] for step in recipe.steps if step.op is InstructionKind.DEQUANT}
     matrices = [step.args[1] for step in recipe.steps if step.op in PRODUCTS]
     places = [codes.get(arg, arg) if isinstance(arg, Scratch) else arg for arg in matrices]
-    return [run.inputs[arg.number] for arg in places if isinstance(arg, Input)]
+    return tuple([arg.number for arg in places if isinstance(arg, Input)])

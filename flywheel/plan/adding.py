@@ -44,12 +44,11 @@ def adding_products(
     """
     nodes, routines = made.nodes, made.by_form
     others = (1 << part.ranks) - 1 - (1 << part.rank)
-    facts = [_facts(number, nodes, routines, hand_offs) for number in range(len(nodes))]
-    rows, n_inputs, result, awaits, announced = np.array(facts, np.int64).reshape(-1, 5).T
-    stored = np.array([node.outputs[0] if node.outputs else -1 for node in nodes], np.int64)
-    summand = np.array([node.inputs[part.rank] if len(node.inputs) > part.rank else -1 for node in nodes], np.int64)
+    asked, numbers = np.unique(grouping.node_of[np.concatenate([products, sums])], return_inverse=True)
+    facts = [_facts(number, part.rank, nodes, routines, hand_offs) for number in asked.tolist()]
+    rows, n_inputs, result, awaits, announced, stored, summand = np.array(facts, np.int64).reshape(-1, 7).T
+    product, total = numbers[: len(products)], numbers[len(products) :]
     tile = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
-    product, total = grouping.node_of[products], grouping.node_of[sums]
     start, width = grouping.n_off[products], tile[grouping.params_of[products]]
     found: Bools = (
         (part.peers[products] & others == others)
@@ -68,10 +67,10 @@ def adding_products(
 
 
 def _facts(
-    number: int, nodes: Sequence[Node], routines: Sequence[Routine], hand_offs: HandOffs
-) -> tuple[int, int, int, int, bool]:
+    number: int, rank: int, nodes: Sequence[Node], routines: Sequence[Routine], hand_offs: HandOffs
+) -> tuple[int, ...]:
     """(rows of the product that the task ends with, if it is of the task's own columns, else 0; its inputs; elements of
-    the first step's result; remaining waits; whether a task polls its counter)."""
+    the first step's result; remaining waits; whether a task polls its counter; its output; its input of the rank)."""
     node, steps = nodes[number], routines[nodes[number].form].steps
     last = steps[-1] if steps else None
     own = last is not None and last.matrix and not {"n_off", "N_tile"} & last.params.keys()
@@ -81,6 +80,8 @@ def _facts(
         steps[0].result.numel if steps else 0,
         len(hand_offs.waits[number]),
         node.task.out_counter in hand_offs.counters,
+        node.outputs[0] if node.outputs else -1,
+        node.inputs[rank] if len(node.inputs) > rank else -1,
     )
 
 
