@@ -38,7 +38,6 @@ from statistics import median
 from typing import Any
 
 from flywheel.errors import FlywheelError
-from flywheel.lowering.ranks import BITS
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, trials_of
 from flywheel.plan.variant import COPIES
@@ -208,7 +207,7 @@ def taken(knob: str, config: dict[str, Any]) -> bool | None:
                 tiling.pop(f"gemv.{name}", None)
             return None if k is None else k != q
         case "exchange.bits":
-            return tiling.pop("exchange", {}).get("bits", BITS) != BITS
+            return tiling.pop("exchange", {}).get("bits", 32) != 32
         case "hand_off halves":
             by_data = tiling.get("hand_off", {})
             return by_data.pop("slices", 1) != 1 if by_data.get("data") else None

@@ -38,7 +38,7 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
 from flywheel.process import one_torch_thread
-from flywheel.search.knobs import KNOBS, Value
+from flywheel.search.knobs import KNOBS
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload, gpus_of
 from flywheel.store.schedule import shipped_schedules
@@ -148,7 +148,7 @@ class Work:
                 raise UnknownNameError(f"schedule {self.schedule!r} is not shipped")
             return shipped[self.schedule]
         values = {name: int(value) if value.isdigit() else value for name, value in self.choice}
-        return _unsearched(make_space(self.workload()).to_config(values), values)
+        return make_space(self.workload()).to_config(values)
 
     def lowered(self) -> MegakernelProgram:
         """Its program. Raises as `config` and `lower` do."""
@@ -160,22 +160,6 @@ _WORDS: Final = tuple(each.name for each in fields(Work) if each.name != "choice
 _KINDS: Final = tuple(int if each.type == "int" else str for each in fields(Work) if each.name != "choice")
 Found = dict[str, str]
 """Column -> cell."""
-
-UNSEARCHED: Final[Mapping[str, tuple[Value, ...]]] = {
-    "rows.kv": (1, 2), "exchange.bits": (16, 32),
-}  # fmt: skip
-"""What a schedule can say and no knob decides, with values: the height of k and v tiles in tiles of q, and how long the
-summands are that GPUs send each other."""
-
-
-def _unsearched(config: ScheduleConfig, values: Mapping[str, Value]) -> ScheduleConfig:
-    """A config of the search space with these values of UNSEARCHED."""
-    tiling = {name: dict(own) for name, own in config.tiling.items()}
-    for projection in ("k_proj", "v_proj"):
-        tiling[f"gemv.{projection}"]["N_tile"] *= int(values["rows.kv"])
-    if values.get("exchange.bits") == 32:
-        del tiling["exchange"]  # it says 16
-    return replace(config, tiling=tiling)
 
 
 def draw() -> list[Work]:
@@ -230,10 +214,7 @@ def _drawn(number: int, models: Sequence[str], wanted: int | None = None) -> Wor
 
 
 def _choice(space: Space, chance: random.Random) -> tuple[tuple[str, str], ...]:
-    values = {each.name: each.values for each in space.dimensions} | UNSEARCHED
-    if space.workload.ranks == 1 or space.workload.dtype == "f32":
-        del values["exchange.bits"]
-    return tuple([(name, str(chance.choice(own))) for name, own in values.items()])
+    return tuple([(each.name, str(chance.choice(each.values))) for each in space.dimensions])
 
 
 def results_of(work: Work) -> Found:
@@ -398,7 +379,7 @@ def _bare(source: str) -> list[str]:
 
 def write(works: Sequence[Work], results: Sequence[Found], path: Path = FILE) -> None:
     """Write the file: a line for each work, its words, knobs and results in columns."""
-    knobs = [*[knob.name for knob in KNOBS], *UNSEARCHED]
+    knobs = [knob.name for knob in KNOBS]
     columns = list(dict.fromkeys(chain.from_iterable(sorted(results, key=len, reverse=True))))
     lines = [[*_WORDS, *knobs, *columns]]
     for work, found in zip(works, results, strict=True):

@@ -119,7 +119,7 @@ def _choose(space: Space, pinned: Space, names: Collection[str], config: Schedul
     if choice is None:
         raise UsageError("--set: the config is outside the search space, so --set cannot change its knobs")
     settings = {knob.name: knob.values[0] for knob in pinned.dimensions if knob.name in names}
-    return space.to_config({**choice, **settings}, config)
+    return space.to_config({**choice, **settings})
 
 
 def _gpus(program: MegakernelProgram) -> str:

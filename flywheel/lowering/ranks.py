@@ -15,43 +15,23 @@ from typing import Final
 from flywheel.errors import ConfigError
 from flywheel.ir import Run, ScheduleConfig
 from flywheel.ir.compressed import Layers
-from flywheel.ir.dtype import DType
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.placement import dealt, overridden, policy_of
-from flywheel.models.graph import Block, Graph, Tensor
+from flywheel.models.graph import Graph, Tensor
 
 FOLLOWING: Final = (".push", "_sum")
 """Endings of the names of pushes and sums."""
 
-_BITS: Final = {16: None, 32: DType.F32}
-"""`tiling.exchange.bits` -> type of the summands; None is the program's compute type."""
-
-BITS: Final = 32
-"""The bits of a summand where the config says nothing."""
-
-
 def graphs_of(graph: Graph, config: ScheduleConfig) -> tuple[Graph, ...]:
-    """The graphs of all GPUs, with summands of the configured type. Raises ConfigError."""
+    """The graphs of all GPUs. Raises ConfigError."""
     asked = config.tiling.get("exchange", {})
-    if not graph.ranks:
-        if asked:
-            raise ConfigError("tiling.exchange: one GPU exchanges nothing")
-        return (graph,)
-    bits = asked.get("bits", BITS)
-    if bits not in _BITS:
-        raise ConfigError(f"tiling.exchange.bits={bits} is not 16 or 32")
-    wide = _BITS[bits]
-    dtype = graph.dtype if wide is None else wide
-    summed = [[_with_summands(kind, dtype) for kind in each.kinds] for each in graph.ranks]
-    return tuple([replace(each, kinds=tuple(kinds)) for each, kinds in zip(graph.ranks, summed, strict=True)])
-
-
-def _with_summands(layer: Block, dtype: DType) -> Block:
-    made = {name for op in layer.ops if len(op.inputs) > 1 and op.inputs[0].endswith(".p0") for name in op.inputs}
-    tensors = {
-        name: replace(tensor, dtype=dtype) if name in made else tensor for name, tensor in layer.tensors.items()
-    }
-    return replace(layer, tensors=tensors)
+    if asked and not graph.ranks:
+        raise ConfigError("tiling.exchange: one GPU exchanges nothing")
+    bits = asked.get("bits", 16)
+    if bits != 16:
+        why = "summands have the step's type since 2026-11-28; say 16, or leave it out"
+        raise ConfigError(f"tiling.exchange.bits={bits}: {why}")
+    return graph.ranks or (graph,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ def shared_step(
     """The graph of `decode_step` and, for several `ranks`, the graph of each GPU.
 
     Each GPU has a part of the heads of q, k and v, of the rows of gate and up, and of the vocabulary. It has the
-    columns of o and down that multiply its own results. The results of o and down are summands, F32. All GPUs add all
+    columns of o and down that multiply its own results. The results of o and down are summands. All GPUs add all
     summands in the order of ranks, and the first summand includes the residual. Norms and the embedding are on every
     GPU. If there are fewer KV heads than GPUs, several GPUs have the same one. Raises ConfigError as `decode_step`, and
     where the heads, the rows or a format's blocks cannot be divided.
@@ -114,7 +114,7 @@ def _summed(ops: Sequence[Op], tensors: dict[str, Tensor], rank: int, ranks: int
         summands = tuple([summand(product, each) for each in range(ranks)])
         total = Op(f"{product.removesuffix('_out')}_sum", _K.ALLREDUCE_SHARD, summands, op.output)
         if op.output == product:
-            tensors |= {name: replace(tensors[product], name=name, dtype=DType.F32) for name in summands}
+            tensors |= {name: replace(tensors[product], name=name) for name in summands}
             residual = product in added
             if residual:
                 tensors[product] = replace(tensors[product], dtype=DType.F32)

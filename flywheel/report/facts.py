@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flywheel.cost_model import MODEL_VERSION, STOCK, Prediction, TaskSpan, predict, timeline
 from flywheel.errors import ConfigError, FlywheelError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict
+from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, tied_with, trials_of
@@ -102,22 +102,19 @@ def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None
     choices = tuple(_choice(space, record) for record in trials)
     chosen = None if best is None else _choice(space, best)
     beside = None if best is None or chosen is None or best.predictor != MODEL_VERSION or not best.is_predicted else (
-        _beside(space, chosen, config_from_dict(json.loads(best.config)), trials)
+        _beside(space, chosen, trials)
     )
     return Knobs(space.dimensions, choices, chosen, space.known_good()[0], beside)
 
 
-def _beside(
-    space: Space, chosen: Choice, config: ScheduleConfig, trials: Sequence[TrialRecord]
-) -> dict[tuple[str, Value], float]:
-    """Predicted latencies of `config`, which `chosen` stands for, with one knob changed. This version's trials answer
-    for what they tried."""
+def _beside(space: Space, chosen: Choice, trials: Sequence[TrialRecord]) -> dict[tuple[str, Value], float]:
+    """Predicted latencies of `chosen` with one knob changed. This version's trials answer for what they tried."""
     known = {record.config_id: record.predicted_us for record in trials if record.predictor == MODEL_VERSION}
     found: dict[tuple[str, Value], float] = {}
     for dimension in space.dimensions:
         for value in dimension.values:
             if value != chosen[dimension.name]:
-                changed = space.to_config({**chosen, dimension.name: value}, config)
+                changed = space.to_config({**chosen, dimension.name: value})
                 us = known.get(changed.config_id) or predict_config(changed, space.workload, STOCK)
                 found |= {} if us is None else {(dimension.name, value): us}
     return found

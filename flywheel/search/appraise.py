@@ -89,12 +89,11 @@ def _gained(contest: Contest | None) -> Gain | None:
 
 
 def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict[str, tuple[Value, Value]]:
-    """The differences of two configs: of knobs and, as parameters of the config, of what no knob decides; where a
-    config is no choice of knobs, all as parameters."""
+    """The differences of two configs: of knobs; where a config is no choice of knobs, of all its parameters."""
     first, second = space.reading(before), space.reading(after)
     if first is None or second is None:
         return _differing(*configurations([before, after]))
-    return _differing(first, second) | _differing(*configurations([space.to_config(second, before), after]))
+    return _differing(first, second)
 
 
 def _differing(first: Mapping[str, Value], second: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:

@@ -94,9 +94,8 @@ class Space:
         rows = {knob: tuple([name for name in names if name in own]) for knob, names in _ROWS.items()}
         object.__setattr__(self, "rows", rows)
 
-    def to_config(self, choice: Choice, like: ScheduleConfig | None = None) -> ScheduleConfig:
-        """The config that `choice` stands for. `choice` has one value for each dimension. What no knob decides is as in
-        `like`, if that is given."""
+    def to_config(self, choice: Choice) -> ScheduleConfig:
+        """The config that `choice` stands for. `choice` has one value for each dimension."""
         tiling: dict[str, dict[str, int]] = {
             f"gemv.{projection}": {"N_tile": int(choice[knob])}
             for knob, projections in self.rows.items()
@@ -108,13 +107,8 @@ class Space:
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = {"data": 1}
-        exchange = {"bits": 16} if self.workload.ranks > 1 and self.workload.graph.dtype is not DType.F32 else {}
-        if like is not None:
-            exchange = dict(like.tiling.get("exchange", {}))
-            q, k = (like.tiling.get(f"gemv.{name}", {}).get("N_tile", 0) for name in ("q_proj", "k_proj"))
-            for name in ("gemv.k_proj", "gemv.v_proj"):
-                tiling[name]["N_tile"] *= max(k // q, 1) if q > 0 else 1
-        tiling |= {"exchange": exchange} if exchange else {}
+        if self.workload.ranks > 1 and self.workload.graph.dtype is not DType.F32:
+            tiling["exchange"] = {"bits": 16}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -126,8 +120,7 @@ class Space:
         )
 
     def to_choice(self, config: ScheduleConfig) -> dict[str, Value] | None:
-        """The choice that stands for `config`, whatever it says of what no knob decides; None where `config` lies
-        outside this space."""
+        """The choice that stands for `config`; None where `config` lies outside this space."""
         choice = self.reading(config)
         inside = choice is not None and all(choice[each.name] in each.values for each in self.dimensions)
         return choice if inside else None
@@ -137,7 +130,7 @@ class Space:
         "", which makes it no choice."""
         choice = self._read(config)
         sets = all(choice[each.name] or 0 in each.values for each in self.dimensions)
-        return choice if sets and self.to_config(choice, config) == config else None
+        return choice if sets and self.to_config(choice) == config else None
 
     def nearest(self, config: ScheduleConfig) -> dict[str, Value]:
         """The choice that stands for `config`; where `config` lies outside this space, a choice near it.

@@ -157,11 +157,12 @@ def test_every_firing_order_gives_the_same_bits(config: ScheduleConfig) -> None:
         assert all(torch.equal(tensor, first[name]) for name, tensor in other.items())
 
 
-def test_summands_are_of_the_type_that_the_config_says() -> None:
-    for bits, dtype in ((16, DType.BF16), (32, DType.F32)):
-        config = replace(PLAIN_CONFIG, tiling={"exchange": {"bits": bits}})
-        program = shared(config=config, dtype=DType.BF16)
-        assert {each.dtype for each in program.buffers if "_out.p" in each.name} == {dtype}
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+def test_summands_are_of_the_step_s_type_whether_the_config_says_16_bits_or_nothing(dtype: DType) -> None:
+    silent, said = (replace(PLAIN_CONFIG, tiling=tiling) for tiling in ({}, {"exchange": {"bits": 16}}))
+    program = shared(config=silent, dtype=dtype)
+    assert {each.dtype for each in program.buffers if "_out.p" in each.name} == {dtype}
+    assert program_id(shared(config=said, dtype=dtype)) == program_id(program)
 
 
 def test_what_cannot_be_shared_out_is_refused_with_the_numbers() -> None:
@@ -175,8 +176,9 @@ def test_what_cannot_be_shared_out_is_refused_with_the_numbers() -> None:
             shared(replace(SPEC, **change), ranks)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="exchange"):
         lower(decode_step(SPEC, 48), ScheduleConfig({"exchange": {"bits": 16}}), TARGET)
-    with pytest.raises(ConfigError, match="bits=8"):
-        shared(config=ScheduleConfig({"exchange": {"bits": 8}}))
+    for bits in (8, 32):
+        with pytest.raises(ConfigError, match=f"bits={bits}: summands have the step's type .*, or leave it out$"):
+            shared(config=ScheduleConfig({"exchange": {"bits": bits}}))
 
 
 def test_a_program_of_several_ranks_is_the_same_after_a_file() -> None:

@@ -44,17 +44,6 @@ def test_the_incumbent_s_knobs_stand_before_the_config_s(lab: Any) -> None:
     assert changes(space, after, after) == {}
 
 
-def test_what_no_knob_decides_stands_beside_the_knobs_as_parameters(lab: Any) -> None:
-    """Of configs of older versions, and of another GPU's values."""
-    space = lab.space()
-    good = space.known_good()[0]
-    before, after = space.to_config(good), space.to_config({**good, "depth": 3, "rows.lm_head": 976})
-    older = replace(after, tiling={**after.tiling, "exchange": {"bits": 32}})
-    assert changes(space, before, older) == {
-        "depth": (good["depth"], 3), "rows.lm_head": (good["rows.lm_head"], 976), "tiling.exchange.bits": (0, 32)
-    }  # fmt: skip
-
-
 def test_outside_the_space_the_config_s_own_parameters_differ(lab: Any) -> None:
     space = lab.space()
     before = space.to_config(space.known_good()[0])

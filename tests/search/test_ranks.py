@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from effort import sample
 
-from flywheel.cost_model.predict import predict_us
 from flywheel.errors import NoGpuError, UnknownNameError
 from flywheel.ir import TARGETS, config_to_dict
 from flywheel.lowering.lower import lower
@@ -80,20 +79,6 @@ def test_every_value_of_every_knob_changes_a_program_of_several_gpus(ranks: int,
         assert not dead, each.name
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-def test_shorter_summands_are_predicted_to_take_less_time(batch: int) -> None:
-    work = make_workload("llama3.2-1b", "2xh200", "bf16", 64, batch)
-    times = []
-    space = make_space(work)
-    config = space.to_config(space.known_good()[0])
-    for bits in (16, 32):
-        wide = replace(config, tiling={**config.tiling, "exchange": {"bits": bits}})
-        times.append(predict_us(lower(work.graph, wide, work.target)))
-    layers, hidden = work.spec.n_layers, work.spec.hidden
-    bytes_saved = 2 * layers * hidden * batch * 2
-    assert times[1] - times[0] >= bytes_saved / 400e3  # at 400 GB/s
-
-
 def test_a_schedule_of_several_gpus_survives_its_config_and_its_summands_become_short() -> None:
     space = make_space(make_workload("smollm2-135m", "3xl4", "bf16", 64))
     good = space.known_good()[0]
@@ -101,7 +86,7 @@ def test_a_schedule_of_several_gpus_survives_its_config_and_its_summands_become_
     assert space.to_choice(config) == space.nearest(config) == good
     tiling = {name: own for name, own in config.tiling.items() if name != "exchange"}
     for spelled in (replace(config, tiling=tiling), replace(config, tiling={**tiling, "exchange": {"bits": 32}})):
-        assert space.to_choice(spelled) == space.nearest(spelled) == good
+        assert space.to_choice(spelled) is None and space.nearest(spelled) == good
 
 
 def test_schedules_are_carried_between_one_gpu_and_several_by_what_each_gpu_has() -> None:
