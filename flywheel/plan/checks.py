@@ -12,7 +12,7 @@ from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.plan.kernels import KERNELS
 from flywheel.plan.nodes import Node
 from flywheel.plan.routine import Routine
-from flywheel.plan.staging import WORK_BYTES
+from flywheel.plan.staging import WORK_BYTES, work_bytes
 from flywheel.plan.step import (
     ABSENT,
     MAX_STEPS,
@@ -92,9 +92,11 @@ def check_count(steps: Sequence[PlannedStep]) -> None:
         raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
 
 
-def check_steps(steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_warps: int, ranked: bool) -> None:
-    """Check that every step has a kernel for its operands, in a block of so many vector warps; `ranked` kernels are for
-    several GPUs."""
+def check_steps(
+    steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_warps: int, staged_bytes: int, ranked: bool
+) -> None:
+    """Check that every step has a kernel for its operands, in a block of so many vector warps whose staging area has
+    `staged_bytes`; `ranked` kernels are for several GPUs."""
     for index, step in enumerate(steps):
         if step.op not in KERNELS or (KERNELS[step.op].define == "FW_RANKS" and not ranked):
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
@@ -109,7 +111,7 @@ def check_steps(steps: Sequence[PlannedStep], form: Form, dtype: DType, vector_w
             if step.matrix:
                 _check_matrix(step, args, form, dtype)
             elif step.attends:
-                _check_attention(step, vector_warps)
+                _check_attention(step, vector_warps, staged_bytes)
             elif step.op is _K.ROPE and 0 < len(step.params.keys() & {*SCALED_ROPE}) < len(SCALED_ROPE):
                 raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(SCALED_ROPE)}")
             elif step.op is _K.ROPE and "scale" in step.params:
@@ -213,12 +215,11 @@ def _check_coded(coded: MatrixCoding, form: Form, dtype: DType) -> None:
             raise InvalidProgramError(f"the {name} of the matrix are no WEIGHT or CONST buffer")
 
 
-def _check_attention(step: PlannedStep, vector_warps: int) -> None:
+def _check_attention(step: PlannedStep, vector_warps: int, staged_bytes: int) -> None:
     head_dim = step.params["head_dim"]
     if head_dim > MAX_HEAD_DIM:
         raise InvalidProgramError(f"head_dim={head_dim} is above {MAX_HEAD_DIM}")
-    needed = vector_warps * (head_dim + 2) * 4
-    if needed > WORK_BYTES:
-        raise InvalidProgramError(
-            f"head_dim={head_dim} on {vector_warps} vector warps takes {needed} bytes of {WORK_BYTES}"
-        )
+    own = work_bytes(head_dim, vector_warps)
+    needed, room = (vector_warps * (head_dim + 2) * 4, own) if own == WORK_BYTES else (own, staged_bytes)
+    if needed > room:
+        raise InvalidProgramError(f"head_dim={head_dim} on {vector_warps} vector warps takes {needed} bytes of {room}")

@@ -11,6 +11,7 @@ from flywheel.ir import InstructionKind, Task
 from flywheel.ir.compressed import Use
 from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Recipe
+from flywheel.plan.kernels import HEAD_DIMS, USUAL_HEAD_DIMS
 
 _K = InstructionKind
 
@@ -21,8 +22,11 @@ PRODUCT_SCALE: Final = "PRODUCT_SCALE"
 PRODUCT_CAP: Final = "PRODUCT_CAP"
 ATTENTION_CAP: Final = "ATTENTION_CAP"
 
-FEATURES: Final = (GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP)
-"""All of them. The macro of each has `FW_` before it."""
+HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS if size not in USUAL_HEAD_DIMS}
+"""Attention on tensor cores to heads of a size that the kernel of most programs has no code for."""
+
+FEATURES: Final = (GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, *HEADS.values())
+"""All of them. `macros_of` has their macros."""
 
 
 def features_of(tasks: Iterable[Task | Use]) -> tuple[str, ...]:
@@ -32,6 +36,14 @@ def features_of(tasks: Iterable[Task | Use]) -> tuple[str, ...]:
         recipe = task.params.get("recipe")
         found |= _of_recipe(recipe) if isinstance(recipe, Recipe) else set(_of_step(task.op, task.params))
     return tuple([name for name in FEATURES if name in found])
+
+
+def macros_of(features: Iterable[str]) -> dict[str, str]:
+    """The macros of features by name: one each, with `FW_` before it, and one for all sizes of heads."""
+    asked = list(features)
+    sizes = [size for size, name in HEADS.items() if name in asked]
+    macros = {f"FW_{name}": "1" for name in asked if name not in HEADS.values()}
+    return macros | ({"FW_HEAD_DIMS": ",".join(map(str, (*USUAL_HEAD_DIMS, *sizes)))} if sizes else {})
 
 
 @lru_cache(maxsize=1 << 12)
@@ -52,3 +64,5 @@ def _of_step(op: InstructionKind, params: Mapping[str, Any]) -> Iterator[str]:
         yield PRODUCT_CAP
     if op in ATTENTIONS and "cap" in params:
         yield ATTENTION_CAP
+    if op in ATTENTIONS and params.get("head_dim") in HEADS:
+        yield HEADS[params["head_dim"]]

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind, KvRows
+from flywheel.plan.kernels import HEAD_DIMS
 from flywheel.plan.step import RESULT_REF, Form, PlannedStep, inherited, look
-from flywheel.plan.turning import HEAD_DIMS, find_norm, is_turn, turns_queries
+from flywheel.plan.turning import find_norm, is_turn, turns_queries
 
 _K = InstructionKind
 

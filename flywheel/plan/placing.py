@@ -9,7 +9,7 @@ from typing import Final
 from flywheel.errors import InvalidProgramError
 from flywheel.plan.operands import last_uses
 from flywheel.plan.routine import Routine
-from flywheel.plan.staging import WORK_BYTES
+from flywheel.plan.staging import WORK_BYTES, work_bytes
 from flywheel.plan.step import ABSENT, RESULT_REF
 
 SPILLED: Final = 1 << 30
@@ -27,7 +27,7 @@ class Placement:
     spilled_bytes: int
 
 
-def place_values(routine: Routine, staged_bytes: int) -> Placement:
+def place_values(routine: Routine, staged_bytes: int, vector_warps: int) -> Placement:
     """Place the steps' results in a staging area of `staged_bytes`. A view has no place of its own.
 
     No value shares bytes with one that is still needed. The last staged operand stays until the task ends, for the SM's
@@ -35,8 +35,8 @@ def place_values(routine: Routine, staged_bytes: int) -> Placement:
     """
     steps, stagings = routine.steps, routine.stagings
     last_use = last_uses(steps)
-    attends = any(step.attends for step in steps)
-    limit = staged_bytes if stagings and not attends else staged_bytes - WORK_BYTES
+    attended = [work_bytes(step.params["head_dim"], vector_warps) for step in steps if step.attends]
+    limit = staged_bytes if stagings and not attended else staged_bytes - max(attended, default=WORK_BYTES)
     for staging in stagings:
         if staging.nbytes > limit:
             made = ", whole since the task makes it" if staging.ref >= RESULT_REF else ""

@@ -122,10 +122,10 @@ def planned_form(asked: _RoutineKey) -> tuple[Routine, Placement]:
     theirs. Raises InvalidProgramError."""
     form, dtype = asked.form, asked.dtype
     steps = steps_of(form)
-    check_steps(steps, form, dtype, asked.vector_warps, asked.ranked)
+    check_steps(steps, form, dtype, asked.vector_warps, asked.staged_bytes, asked.ranked)
     check_count(steps)
     routine = make_routine(steps, form, dtype, asked.staged_bytes)
-    return routine, place_values(routine, asked.staged_bytes)
+    return routine, place_values(routine, asked.staged_bytes, asked.vector_warps)
 
 
 def _pass_blocks(routines: Sequence[Routine], variant: KernelVariant) -> int:

@@ -36,6 +36,12 @@ MAX_X_SCALES: Final = MAX_STAGED_BYTES // (2 * X_BLOCK)
 WORK_BYTES: Final = 8 * 1024
 """Bytes at the end of the staging area that kernels without a matrix operand use."""
 
+_LONG_HEAD: Final = 128
+"""Longest head of whose partial sums WORK_BYTES hold one row of each vector warp."""
+
+_PART_PAD: Final = 8
+"""Most floats by which those rows are longer than a head."""
+
 FRAGMENT_ROWS: Final = 16
 FRAGMENT_K: Final = 16
 """A weight fragment is FRAGMENT_ROWS x FRAGMENT_K elements, which 32 lanes hold 8 each. Operands are padded to whole
@@ -46,6 +52,11 @@ PARTIALS_BYTES: Final = 8 * 1024
 
 SLICE_K: Final = 2 * FRAGMENT_K
 """Slices are multiples of so many columns of K. An even number of fragments puts several rows into different banks."""
+
+
+def work_bytes(head_dim: int, vector_warps: int) -> int:
+    """Bytes at the end of the staging area that an attention uses."""
+    return WORK_BYTES if head_dim <= _LONG_HEAD else max(WORK_BYTES, vector_warps * (head_dim + _PART_PAD) * 4)
 
 
 def operand_stride(rows: int, depth: int) -> int:

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind
+from flywheel.plan.kernels import HEAD_DIMS
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, look
 
 _K = InstructionKind
-
-HEAD_DIMS: Final = (64, 128)
-"""Head sizes that the kernel is compiled for."""
 
 _WEIGHTS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 

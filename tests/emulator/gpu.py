@@ -26,6 +26,7 @@ from emulator.translate import translate
 
 from flywheel.errors import GpuFaultError, TensorError
 from flywheel.ir import DType
+from flywheel.plan.features import macros_of
 from flywheel.plan.variant import WARP
 from flywheel.vm.gpu.driver import HostWord, HostWords, Memory
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
@@ -72,7 +73,7 @@ def build_variant(
     if formats:
         defines["FW_FORMATS"] = ",".join(map(str, formats))
     wanted = {"FW_TRACE": trace, "FW_EVERY_THREAD": every_thread, "FW_RANKS": ranked}
-    defines |= {name: "1" for name, asked in wanted.items() if asked} | {f"FW_{name}": "1" for name in features}
+    defines |= {name: "1" for name, asked in wanted.items() if asked} | macros_of(features)
     # Sources that a test has changed may change again under the same name.
     make = _known_library if sources == SOURCES else _library
     library = make(sources, tuple(defines.items()))

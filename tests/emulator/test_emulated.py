@@ -96,7 +96,7 @@ def load(
     variant = packed.variant
     kernel = build_variant(
         arch_name(gpu.sm_arch), variant.threads, DTYPE,
-        matrix_warps=variant.matrix_warps, rows=variant.rows, sources=sources,
+        matrix_warps=variant.matrix_warps, rows=variant.rows, features=variant.features, sources=sources,
     )
     loaded = LoadedProgram(
         gpu, packed, load_variant(gpu, kernel), weights, {name: cache.address for name, cache in caches.items()}  # type: ignore[arg-type]
@@ -176,15 +176,14 @@ def test_a_batch_gives_the_reference_s_tokens_row_by_row(gpu: EmulatedGpu, name:
     check_launches(gpu, lowered(gpu, CONFIGS[name], 3), [5, 17, 0])
 
 
-@pytest.fixture
-def long_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 128 elements, which the attention kernel has code of its own for."""
-    monkeypatch.setitem(globals(), "SPEC", replace(SPEC, head_dim=128, n_heads=4, n_kv_heads=2))
-
-
-@pytest.mark.usefixtures("long_heads")
-@pytest.mark.parametrize("name", CONFIGS)
-def test_long_heads_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "name"), [*[(128, name) for name in CONFIGS], (96, "fused, by data"), (256, "fused, by data")]
+)
+def test_longer_heads_give_the_reference_s_tokens(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, head_dim: int, name: str
+) -> None:
+    """The attention kernel has code of its own for each of these."""
+    monkeypatch.setitem(globals(), "SPEC", replace(SPEC, head_dim=head_dim, n_heads=4, n_kv_heads=2))
     check_launches(gpu, lowered(gpu, CONFIGS[name]), [5], 30)
 
 

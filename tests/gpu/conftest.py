@@ -144,17 +144,18 @@ def run(gpu: Any, device: str, emulated: int) -> Run:
     from flywheel.vm.pack import pack
 
     compiled_by = build_variant if emulated else compile_variant
-    kernels: dict[tuple[int, int, int, tuple[int, ...], DType], Any] = {}
+    kernels: dict[tuple[int, int, int, tuple[int, ...], tuple[str, ...], DType], Any] = {}
     resident: dict[DType, Any] = {}
 
     def launch(program: MegakernelProgram, tensors: Tensors, pos: int | None) -> dict[str, Tensor]:
         packed = pack(program)
         variant = packed.variant
-        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, packed.dtype
+        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, variant.features, packed.dtype
         if key not in kernels:
             compiled = compiled_by(
                 arch_name(gpu.sm_arch), variant.threads, packed.dtype,
                 matrix_warps=variant.matrix_warps, rows=variant.rows, formats=variant.formats,
+                features=variant.features,
             )  # fmt: skip
             kernels[key] = load_variant(gpu, compiled)
         weights = resident.setdefault(packed.dtype, ResidentWeights(gpu, packed.dtype))

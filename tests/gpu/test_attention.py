@@ -21,7 +21,7 @@ Conform = Callable[..., None]
 
 HEADS = [
     (1, 1, 64), (4, 1, 64), (8, 2, 128), (5, 1, 16), (6, 2, 8), (7, 1, 128), (32, 8, 64), (3, 3, 96), (2, 1, 256),
-    (9, 3, 64),
+    (9, 3, 64), (12, 1, 256), (9, 1, 96), (4, 2, 112), (4, 1, 192), (1, 1, 240),
 ]  # fmt: skip
 
 
@@ -70,14 +70,18 @@ def test_attention_over_a_window(
 @pytest.mark.parametrize("length", [511, 4096])
 def test_attention_over_long_windows(check_gpu: Conform, dtype: DType, threads: int, length: int) -> None:
     """What sums in another order may be off by grows with what is summed up."""
-    for heads in ((4, 1, 64), (4, 1, 128), (3, 1, 80)):
+    for heads in ((4, 1, 64), (4, 1, 128), (3, 1, 80), (4, 1, 256), (9, 1, 96)):
         buffers, params, tensors = window(heads, 4096, 4096 - length, length, dtype, True)
         tasks = [("ATTENTION_TILE", ["q", "k", "v"], "y", params)]
         check_gpu(buffers, tasks, tensors, threads=threads, split=heads[2], extra=length * 1e-8)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("heads", [(2, 1, 128), (3, 1, 64), (12, 1, 128), (9, 3, 64), (4, 1, 16)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [(2, 1, 128), (3, 1, 64), (12, 1, 128), (9, 3, 64), (4, 1, 16), (3, 1, 96), (4, 2, 256), (2, 1, 112), (2, 1, 192)],
+    ids=str,
+)
 @pytest.mark.parametrize("normed", ["no", "each head", "twice"])
 @pytest.mark.parametrize("length", [0, 7, 200])
 @pytest.mark.parametrize("by_data", [False, True])

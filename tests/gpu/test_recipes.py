@@ -236,7 +236,7 @@ def test_steps_round_to_their_own_dtype(check_gpu: Conform, step: Step, dtype: D
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("position", [0, 1, 30, 63])
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("rows", ["all", "new", "normed"])
 def test_append_and_attend_in_one_task(
     check_gpu: Conform, step: Step, dtype: DType, position: int, head_dim: int, rows: str

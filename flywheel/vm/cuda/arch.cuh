@@ -18,7 +18,15 @@ constexpr bool HOPPER = __CUDA_ARCH__ == 900;
 constexpr int ROUND = FW_BULK_COPIES && FW_THREADS <= (HOPPER ? 512 : 448) ? 8 : 4;
 
 // Of the `slices` of 64 values of a row of V, those that a warp loads with the keys: others once there are registers.
-__device__ constexpr int values_ahead(int slices) { return FW_THREADS <= 320 ? slices : HOPPER || slices == 1 ? 1 : 0; }
+__device__ constexpr int values_ahead(int slices) {
+    return FW_THREADS <= 320 ? (slices < 2 ? slices : 2) : HOPPER || slices == 1 ? 1 : 0;
+}
+
+// Those that it has at once.
+__device__ constexpr int values_at_once(int slices) { return slices < 3 ? slices : 2; }
+
+// Of the two halves of its keys, those that a warp has at once.
+__device__ constexpr int keys_at_once(int slices) { return slices <= 2 ? 2 : 1; }
 
 // Heads whose partials a warp merges at once, of at most six.
 constexpr int HEADS_OF_FEW_PARTS = HOPPER ? 4 : 2;

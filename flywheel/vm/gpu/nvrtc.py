@@ -18,6 +18,7 @@ from typing import Final
 from flywheel.errors import ConfigError, KernelCompileError
 from flywheel.installing import install_line
 from flywheel.ir import COMPUTE_DTYPES, DType
+from flywheel.plan.features import macros_of
 from flywheel.plan.variant import WARP
 from flywheel.sealed import open_plain, read_plain, seal, unseal, write_whole
 from flywheel.vm.gpu.sources import SOURCES, source_digest
@@ -157,7 +158,7 @@ def defines_of(
         defines["FW_EVERY_THREAD"] = "1"
     if ranked:
         defines["FW_RANKS"] = "1"
-    return defines | {f"FW_{name}": "1" for name in features}
+    return defines | macros_of(features)
 
 
 def compile_unit(

@@ -31,28 +31,36 @@ struct Window {
     }
 };
 
-// 16 rows of K and V as a warp multiplies them, head_dim D = 64 or 128. Which d a fragment column means is free: each lane
-// takes 16 bytes of a row at a time.
+// 16 rows of K and V as a warp multiplies them, of any head_dim D in HEAD_DIMS (plan/kernels.py). Which d a fragment column means
+// is free: each lane takes 16 bytes of a row at a time, and of the last ones nothing where the row has ended.
 template <int D>
 struct Rows {
-    static constexpr int COUNT = 16, CHUNKS = D / 32, SLICES = D / 64;
-    static constexpr int AHEAD = values_ahead(SLICES);
-    uint4 k[2][CHUNKS], v[4][SLICES];
+    static constexpr int COUNT = 16, CHUNKS = (D + 31) / 32, SLICES = (D + 63) / 64;
+    static constexpr int AHEAD = values_ahead(SLICES), VALUES = values_at_once(SLICES);
+    static constexpr int HALVES = keys_at_once(SLICES);  // eight rows each
+    uint4 k[HALVES][CHUNKS], v[4][SLICES];
+
+    // Whether lane 4g + t has a share of a chunk of K, and of a slice of V.
+    static __device__ __forceinline__ bool has_chunk(int c, int t) { return c < D / 32 || (c < CHUNKS && t * 8 < D % 32); }
+    static __device__ __forceinline__ bool has_slice(int s, int g) { return s < D / 64 || g * 8 < D % 64; }
 
     // Row `first` of the window and those behind it; behind the last one that again.
     __device__ __forceinline__ Rows(Vm vm, const amk_step_t& step, int kv_head, int first) {
-        load_keys(vm, step, kv_head, first);
+        load_keys(vm, step, kv_head, first, 0, HALVES);
         load_values(vm, step, kv_head, first, 0, AHEAD);
     }
-    __device__ __forceinline__ void load_keys(Vm vm, const amk_step_t& step, int kv_head, int first) {
+    // Halves from `half` to before `end`, where the one before was if there is room for one alone.
+    __device__ __forceinline__ void load_keys(Vm vm, const amk_step_t& step, int kv_head, int first, int half, int end) {
         const Place place;
         const Window window(vm, step);
         const element_t* keys = window.row(vm.arg(step, 1), kv_head * D + place.lane % 4 * 8);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = half; i < end; i++) {
             const element_t* key = keys + min(first + 8 * i + place.lane / 4, window.last) * window.pitch;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) k[i][c] = *reinterpret_cast<const uint4*>(key + c * 32);
+            for (int c = 0; c < CHUNKS; c++) {
+                k[i % HALVES][c] = has_chunk(c, place.lane % 4) ? *reinterpret_cast<const uint4*>(key + c * 32) : uint4{};
+            }
         }
     }
     // Slices from `slice` to before `end` of the same rows.
@@ -64,7 +72,9 @@ struct Rows {
         for (int i = 0; i < 4; i++) {
             const element_t* value = values + min(first + place.lane % 4 * 2 + i % 2 + i / 2 * 8, window.last) * window.pitch;
 #pragma unroll
-            for (int s = slice; s < end; s++) v[i][s] = *reinterpret_cast<const uint4*>(value + s * 64);
+            for (int s = slice; s < end; s++) {
+                v[i][s] = has_slice(s, place.lane / 4) ? *reinterpret_cast<const uint4*>(value + s * 64) : uint4{};
+            }
         }
     }
 };

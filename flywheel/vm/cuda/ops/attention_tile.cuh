@@ -29,6 +29,8 @@ template <int D>
 struct Softmax {
     // Whether registers are left for what shared memory has, which takes long to answer, and for places: otherwise found anew.
     static constexpr bool KEEPS = D == 64 && FW_ROWS <= 1;
+    // Chunks of the queries that a lane has at once.
+    static constexpr int QUERIES = Rows<D>::HALVES == 2 ? Rows<D>::CHUNKS : 4;
     float highest = -INFINITY, total = 0.0f;
 
     // What a lane has of the queries, behind the first of them: of its head, or behind the last one that again, since each has a
@@ -45,14 +47,18 @@ struct Softmax {
         int kept_length, int first, int next, Rows<D>& rows, bool begun, Place place) {
         if (!KEEPS) place = Place();
         const int g = place.lane / 4, t = place.lane % 4;
-        uint4 queries[Rows<D>::CHUNKS];
-        if (staged_query != 0) {
+        uint4 queries[QUERIES];
+        const element_t* some = nullptr;  // where queries are that are not loaded all at once
+        if constexpr (QUERIES < Rows<D>::CHUNKS) {
+            some = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + heads.first * D + query_element(heads);
+            asm volatile("" : "+l"(some));  // or an address for each chunk would be kept
+        } else if (staged_query != 0) {
 #pragma unroll
-            for (int c = 0; c < Rows<D>::CHUNKS; c++) queries[c] = load_shared16(staged_query + c * 64);
+            for (int c = 0; c < QUERIES; c++) queries[c] = Rows<D>::has_chunk(c, t) ? load_shared16(staged_query + c * 64) : uint4{};
         } else {
             const element_t* const query = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + heads.first * D;
 #pragma unroll
-            for (int c = 0; c < Rows<D>::CHUNKS; c++) queries[c] = load128(query + query_element(heads) + c * 32);
+            for (int c = 0; c < QUERIES; c++) queries[c] = Rows<D>::has_chunk(c, t) ? load128(query + query_element(heads) + c * 32) : uint4{};
         }
         const int length = KEEPS ? kept_length : vm.kv_len(step);
         const int left = length - 1 - first - 2 * t;  // rows behind this lane's first
@@ -64,10 +70,16 @@ struct Softmax {
             float lower[4] = {}, upper[4] = {};
 #pragma unroll
             for (int c = 0; c < Rows<D>::CHUNKS; c++) {
-                const uint4 words = queries[c], q = {words.x, words.z, words.y, words.w};
-                mma(lower, q, {rows.k[i][c].x, rows.k[i][c].y});
-                mma(upper, q, {rows.k[i][c].z, rows.k[i][c].w});
+                if (QUERIES < Rows<D>::CHUNKS && c % QUERIES == 0) {
+#pragma unroll
+                    for (int n = 0; n < QUERIES; n++) queries[n] = Rows<D>::has_chunk(c + n, t) ? load128(some + (c + n) * 32) : uint4{};
+                }
+                const uint4 words = queries[c % QUERIES], q = {words.x, words.z, words.y, words.w};
+                const uint4 key = rows.k[i % Rows<D>::HALVES][c];
+                mma(lower, q, {key.x, key.y});
+                mma(upper, q, {key.z, key.w});
             }
+            if (i == 0 && Rows<D>::HALVES == 1) rows.load_keys(vm, step, heads.kv_head, first, 1, 2);
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const float score = cap_score(step, (lower[j] + upper[j + 2]) * step.params.scale);
@@ -76,8 +88,8 @@ struct Softmax {
             }
         }
         const bool goes_on = Rows<D>::SLICES == 1 && next < length;
-        rows.load_values(vm, step, heads.kv_head, first, Rows<D>::AHEAD, Rows<D>::SLICES);
-        if (goes_on) rows.load_keys(vm, step, heads.kv_head, next);
+        rows.load_values(vm, step, heads.kv_head, first, Rows<D>::AHEAD, Rows<D>::VALUES);
+        if (goes_on) rows.load_keys(vm, step, heads.kv_head, next, 0, 2);
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
         const float factor = decay(highest, raised);
@@ -105,7 +117,8 @@ struct Softmax {
                 return reinterpret_cast<float4*>(part + min(2 * t + i, heads.count - 1) * parts.pitch + s * 64 + g * 8);
             };
             const auto scaled = [](const float4& v, float by) { return float4{v.x * by, v.y * by, v.z * by, v.w * by}; };
-            if (begun) {
+            const bool has = Rows<D>::has_slice(s, g);
+            if (begun && has) {
                 sums[0][0] = scaled(row(0)[0], low), sums[0][1] = scaled(row(0)[1], low);
                 sums[1][0] = scaled(row(1)[0], high), sums[1][1] = scaled(row(1)[1], high);
             }
@@ -125,9 +138,12 @@ struct Softmax {
             multiply(2, sums[0][0].z, sums[1][0].z, sums[0][1].z, sums[1][1].z);
             multiply(3, sums[0][0].w, sums[1][0].w, sums[0][1].w, sums[1][1].w);
             if (goes_on) rows.load_values(vm, step, heads.kv_head, next, s, s + 1);
+            if (s + Rows<D>::VALUES < Rows<D>::SLICES) {
+                rows.load_values(vm, step, heads.kv_head, first, s + Rows<D>::VALUES, s + Rows<D>::VALUES + 1);
+            }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                if (2 * t + i >= heads.count) continue;
+                if (2 * t + i >= heads.count || !has) continue;
                 row(i)[0] = sums[i][0];
                 row(i)[1] = sums[i][1];
             }
@@ -142,11 +158,12 @@ template <int D>
 __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool turns, int head) {
     constexpr int COUNT = Rows<D>::COUNT, PITCH = D + (VECTOR_WARPS < 16 ? 8 : 4);  // for the banks
     constexpr int STEP = VECTOR_WARPS * COUNT, PART_BYTES = PITCH * static_cast<int>(sizeof(float));
+    constexpr int WORK_BYTES = D <= 128 || VECTOR_WARPS * PART_BYTES < FW_WORK_BYTES ? FW_WORK_BYTES : VECTOR_WARPS * PART_BYTES;
     int kept_length = vm.kv_len(step);
     if (Softmax<D>::KEEPS) asm volatile("" : "+r"(kept_length));
     const auto length = [&] { return Softmax<D>::KEEPS ? kept_length : vm.kv_len(step); };
     const auto busy_warps = [&] { return min(VECTOR_WARPS, (length() + COUNT - 1) / COUNT); };
-    const Heads heads(step, head, min(room_for_parts(vm, step) / (max(busy_warps(), 1) * PART_BYTES), 8));
+    const Heads heads(step, head, min(room_for_parts(vm, step, WORK_BYTES) / (max(busy_warps(), 1) * PART_BYTES), 8));
     Parts parts = {PITCH, 0, heads.count};
     MergedTo<D> to;
     if (Softmax<D>::KEEPS) to.find(vm, step, head);
@@ -196,13 +213,22 @@ __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool 
     return head + heads.count;
 }
 
-// Whether a step's operands and sizes are those that tensor cores take. What is asked here and below is asked at once: each
-// && would wait for shared memory.
-__device__ __forceinline__ bool has_groups(Vm vm, const amk_step_t& step) {
+// The same where head_dim is one of D and MORE.
+template <int D, int... MORE> __device__ __forceinline__ int attend_group_of(Vm vm, const amk_step_t& step, bool turns, int head) {
+    if constexpr (sizeof...(MORE) == 0) {
+        return attend_group<D>(vm, step, turns, head);
+    } else {
+        return step.params.head_dim == D ? attend_group<D>(vm, step, turns, head)
+                                         : attend_group_of<MORE...>(vm, step, turns, head);
+    }
+}
+
+// Whether a step's operands and sizes are those that tensor cores take, of heads of D. What is asked here and below is asked at
+// once: each && would wait for shared memory.
+template <int... D> __device__ __forceinline__ bool has_groups(Vm vm, const amk_step_t& step) {
     const int head_dim = step.params.head_dim;
     const auto fits = [&](const Operand& x) { return (x.dtype == FW_DTYPE) & aligned16(x.ptr); };
-    return ((head_dim == 64) | (head_dim == 128)) & (step.n_args == 3) & fits(vm.arg(step, 0)) & fits(vm.arg(step, 1)) &
-           fits(vm.arg(step, 2));
+    return ((head_dim == D) | ...) & (step.n_args == 3) & fits(vm.arg(step, 0)) & fits(vm.arg(step, 1)) & fits(vm.arg(step, 2));
 }
 
 #endif
@@ -262,12 +288,11 @@ FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
     bool turns = step.flags & FW_STEP_TURNS;
     if (!turns) vm.await(step.args[0]);
 #if FW_DTYPE != AMK_DTYPE_F32
-    if (turns || has_groups(vm, step)) {
+    if (turns || has_groups<FW_HEAD_DIMS>(vm, step)) {
 #pragma unroll 1
         for (int head = 0; head < step.params.n_heads; turns = false) {
             if (head > 0) vm.sync();  // those who still merge what they had of the heads before
-            head = step.params.head_dim == 64 ? attend_group<64>(vm, step, turns, head)
-                                              : attend_group<128>(vm, step, turns, head);
+            head = attend_group_of<FW_HEAD_DIMS>(vm, step, turns, head);
         }
         return;
     }

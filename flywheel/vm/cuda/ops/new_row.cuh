@@ -18,8 +18,29 @@ __device__ __forceinline__ NewRow new_row_of(Vm vm, const amk_step_t& key_rope) 
             task.steps + task.instruction.n_steps - 1};
 }
 
-// As many elements side by side, in one go.
-template <int N> struct Run;
+// As many elements side by side, two in one go.
+template <int N> struct Run {
+    Two twos[N / 2];
+    __device__ __forceinline__ void load(const element_t* from) {
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) twos[i].load(from + 2 * i);
+    }
+    __device__ __forceinline__ void store(element_t* to) const {
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) twos[i].store(to + 2 * i);
+    }
+    __device__ __forceinline__ bool absent() const {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) any |= twos[i].absent();
+        return any;
+    }
+    __device__ __forceinline__ float operator[](int i) const { return i % 2 == 0 ? twos[i / 2].first() : twos[i / 2].second(); }
+    __device__ __forceinline__ void set(const float (&x)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) twos[i / 2].set(from_float<element_t>(x[i]), from_float<element_t>(x[i + 1]));
+    }
+};
 template <> struct Run<1> {
     element_t bits;
     __device__ __forceinline__ void load(const element_t* from) { bits = load_element(from); }
@@ -35,13 +56,16 @@ template <> struct Run<2> : Two {
     }
 };
 
-// The lane's pairs of a head, side by side: elements i and i + head_dim / 2; and the weights of its norm.
-template <int PAIRS>
+// The lane's pairs of a head of D, side by side: elements i and i + D / 2; and the weights of its norm. Lanes behind the last
+// pair take the last ones again.
+template <int D>
 struct HeadPairs {
-    static constexpr int HALF = PAIRS * WARP, D = 2 * HALF;
+    static constexpr int HALF = D / 2, PAIRS = D <= 64 ? 1 : D <= 128 ? 2 : 4, LANES = HALF / PAIRS;
     Run<PAIRS> side[2], weights[2] = {};  // not left open where there is no norm: that would take registers
+    static __device__ __forceinline__ bool has() { return LANES == WARP || lane_id() < LANES; }
+    static __device__ __forceinline__ int first(int lane) { return (LANES == WARP ? lane : min(lane, LANES - 1)) * PAIRS; }
     // The lane's first pair of a head that begins at `x`.
-    static __device__ __forceinline__ const element_t* place(const element_t* x) { return x + lane_id() * PAIRS; }
+    static __device__ __forceinline__ const element_t* place(const element_t* x) { return x + first(lane_id()); }
     static __device__ __forceinline__ void load(const element_t* from, Run<PAIRS> (&into)[2]) {
         into[0].load(from);
         into[1].load(from + HALF);
@@ -51,7 +75,7 @@ struct HeadPairs {
         float squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2 * PAIRS; i++) squares += side[i % 2][i / 2] * side[i % 2][i / 2];
-        const float scale = norm_scale<D>(squares, eps);
+        const float scale = norm_scale<D>(has() ? squares : 0.0f, eps);
 #pragma unroll
         for (int s = 0; s < 2; s++) {
             float normed[PAIRS];
@@ -71,16 +95,21 @@ struct HeadPairs {
         side[1].set(high);
     }
     __device__ __forceinline__ void store(element_t* row) const {
-        side[0].store(row + Place().lane * PAIRS);
-        side[1].store(row + Place().lane * PAIRS + HALF);
+        side[0].store(row + first(Place().lane));
+        side[1].store(row + first(Place().lane) + HALF);
     }
 };
 
-// The lane's elements of a row of values, as a KV_APPEND has them.
-template <int PAIRS>
+// The lane's elements of a row of D values, as a KV_APPEND has them. Lanes behind the last ones take those again.
+template <int D>
 struct HeadValues {
+    static constexpr int PAIRS = (D + 63) / 64;
     Two both[PAIRS];  // side by side
-    static __device__ __forceinline__ int element(int p) { return 2 * (Place().lane + p * WARP); }
+    static __device__ __forceinline__ int pair(int p) {
+        const int its = Place().lane + p * WARP;
+        return D % 64 == 0 ? its : min(its, D / 2 - 1);
+    }
+    static __device__ __forceinline__ int element(int p) { return 2 * pair(p); }
     __device__ __forceinline__ void load(const element_t* from) {
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) both[p].load(from + element(p));
@@ -115,10 +144,10 @@ struct Source {
         : first(reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr)), awaited(vm.arg(step, 0).layout == FW_LAYOUT_AWAITED) {}
 };
 
-template <int PAIRS>
+template <int D>
 __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
-    using Pairs = HeadPairs<PAIRS>;
-    constexpr int D = Pairs::D;
+    using Pairs = HeadPairs<D>;
+    constexpr int PAIRS = Pairs::PAIRS;
     const amk_step_t& attention = *row.attention;
     const int lane = vm.lane();
     const amk_step_t *key_norm = norm_before(vm, *row.key_rope), *query_norm = norm_before(vm, *row.query_rope);
@@ -128,7 +157,7 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
     for (int head = vm.warp(); head < attention.params.n_heads; head += VECTOR_WARPS) {
         Pairs key, query;
         Turns<PAIRS> turns;
-        HeadValues<PAIRS> values;
+        HeadValues<D> values;
         const element_t *const key_at = Pairs::place(keys.first), *const query_at = Pairs::place(queries.first + head * D);
         const auto load = [&] {
             Pairs::load(key_at, key.side);
@@ -136,7 +165,7 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
             values.load(its_values.first);
         };
         load();  // before all that can be found out while it is on its way
-        turns.load(vm, *row.key_rope, lane * PAIRS);
+        turns.load(vm, *row.key_rope, Pairs::first(lane));
         MergedTo<D> to;
         to.find(vm, attention, 0);
         const float to_score = attention.params.scale;
@@ -161,10 +190,11 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
         query.rotate_by(turns.turn);
 #pragma unroll
         for (int i = 0; i < 2 * PAIRS; i++) score += query.side[i % 2][i / 2] * key.side[i % 2][i / 2];
-        score = cap_score(attention, warp_sum(score) * to_score);
+        score = cap_score(attention, warp_sum(Pairs::has() ? score : 0.0f) * to_score);
         const float weight = decay(score, score);  // 1, but for a score that is no number or infinite
 #pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
+        for (int p = 0; p < HeadValues<D>::PAIRS; p++) {
+            if (D % 64 != 0 && lane + p * WARP >= D / 2) continue;
             const float x = weight == 0.0f ? 0.0f : weight * values.both[p].first();
             const float y = weight == 0.0f ? 0.0f : weight * values.both[p].second();
             if (to.kind == MergedTo<D>::HALVES) {
@@ -182,12 +212,18 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
     }
 }
 
+// The same where head_dim is one of D and MORE.
+template <int D, int... MORE> __device__ __forceinline__ void attend_new_row_of(Vm vm, const NewRow& row) {
+    if constexpr (sizeof...(MORE) == 0) {
+        attend_new_row<D>(vm, row);
+    } else if (row.attention->params.head_dim == D) {
+        attend_new_row<D>(vm, row);
+    } else {
+        attend_new_row_of<MORE...>(vm, row);
+    }
+}
+
 // The whole row from the ROPE of its key on.
 __device__ __forceinline__ void append_and_attend(Vm vm, const amk_step_t& key_rope) {
-    const NewRow row = new_row_of(vm, key_rope);
-    if (row.attention->params.head_dim == 64) {
-        attend_new_row<1>(vm, row);
-    } else {
-        attend_new_row<2>(vm, row);
-    }
+    attend_new_row_of<FW_HEAD_DIMS>(vm, new_row_of(vm, key_rope));
 }

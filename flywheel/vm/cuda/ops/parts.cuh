@@ -4,6 +4,11 @@
 #include "pairs.cuh"
 #include "../warp.cuh"
 
+// The sizes of heads that the variant has code of their own for (plan/features.py).
+#ifndef FW_HEAD_DIMS
+#define FW_HEAD_DIMS 64, 128
+#endif
+
 // What `warps` warps have of some heads: of each a row of head_dim weighted sums, which lie at the end of the staging area, and
 // the highest score and the sum of exponentials, which lie in the pass buffers: no matrix warp fills them meanwhile.
 struct Parts {
@@ -27,13 +32,13 @@ __device__ __forceinline__ float cap_score(const amk_step_t& step, float score) 
 #endif
 }
 
-// Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more.
-__device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
+// Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more; else `least`.
+__device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step, int least) {
     const TaskSlot& task = *vm.task();
     const int n_steps = task.instruction.n_steps, op = vm.lane() < n_steps ? task.steps[vm.lane()].op : AMK_OP_NOP;
     const bool multiplies = __any_sync(~0u, FW_IS_PRODUCT(op));
     const bool reads = step.args[1] >= FW_RESULT_REF || step.args[2] >= FW_RESULT_REF;
-    if (multiplies || reads || &step + 1 != task.steps + n_steps) return FW_WORK_BYTES;
+    if (multiplies || reads || &step + 1 != task.steps + n_steps) return least;
     const Operand& q = vm.arg(step, 0);
     const int staged = vm.block().program.staged_bytes;
     const int64_t behind = q.ptr - vm.block().staging() + q.numel * static_cast<int64_t>(sizeof(element_t));
@@ -61,8 +66,10 @@ template <int D> struct MergedTo {
 // As `merge` below, of heads of D, where every warp has stats. `first_part` is the first warp's in shared memory. What can be
 // known before the other warps are there is made before that.
 template <int D> __device__ __forceinline__ void merge_pairs(Vm vm, const Parts& parts, uint32_t first_part, const MergedTo<D>& to) {
-    constexpr int UNITS = D / (2 * WARP), ALL = VECTOR_WARPS, AHEAD = ALL < 8 ? ALL : 8;
-    int unit = vm.warp(), head = unit / UNITS, pair = unit % UNITS * WARP + vm.lane();
+    constexpr int UNITS = (D + 63) / 64, ALL = VECTOR_WARPS, AHEAD = ALL < 8 ? ALL : 8;
+    // A lane behind the last pair takes that again.
+    const auto pair_of = [&](int its) { return D % 64 == 0 ? its % UNITS * WARP + vm.lane() : min(its % UNITS * WARP + vm.lane(), D / 2 - 1); };
+    int unit = vm.warp(), head = unit / UNITS, pair = pair_of(unit);
     const int apart = parts.heads * parts.pitch * static_cast<int>(sizeof(float)), most = (parts.warps - 1) * apart;
     uint32_t stats = shared_address(Parts::stats(vm, head));
     uint32_t rows = first_part + (head * parts.pitch + 2 * pair) * static_cast<int>(sizeof(float));
@@ -109,7 +116,7 @@ template <int D> __device__ __forceinline__ void merge_pairs(Vm vm, const Parts&
             store64(to.at + start * 4, {x * scale, y * scale});
             if (to.kind == MergedTo<D>::PARTIALS && pair == 0) store64(to.at + (start + D) * 4, {highest, total});
         }
-        unit += VECTOR_WARPS, head = unit / UNITS, pair = unit % UNITS * WARP + vm.lane();
+        unit += VECTOR_WARPS, head = unit / UNITS, pair = pair_of(unit);
         stats = shared_address(Parts::stats(vm, head));
         rows = first_part + (head * parts.pitch + 2 * pair) * static_cast<int>(sizeof(float));
         start = head * to.pitch() + 2 * pair;

@@ -12,25 +12,36 @@
 // the head's other ones. The first ones are loaded apart.
 template <int D>
 struct Rotation {
-    static constexpr int UNITS = D / 64;
+    static constexpr int UNITS = (D + 63) / 64;
     HeadPair pair, others[UNITS > 1 ? UNITS - 1 : 1];
     Two weights;
+    // A lane behind the head's last pair takes that again.
     static __device__ __forceinline__ int element(int unit) {
-        return unit / UNITS * D + unit % UNITS * WARP + Place().lane;
+        if constexpr (D % 64 == 0) return unit / UNITS * D + unit % UNITS * WARP + Place().lane;
+        return unit / UNITS * D + min(unit % UNITS * WARP + Place().lane, D / 2 - 1);
+    }
+    // The lane's share of the squares of a head, whose units count from any multiple of UNITS.
+    static __device__ __forceinline__ float own_squares(const HeadPair& its, int unit) {
+        if constexpr (D % 64 == 0) return its.squares();
+        return unit % UNITS * WARP + Place().lane < D / 2 ? its.squares() : 0.0f;
     }
     // Of one of the head's other units.
     static __device__ __forceinline__ int other(int unit, int i) {
         return element(unit - unit % UNITS + (unit + 1 + i) % UNITS);
     }
     // Units of the queries, and behind them those of a key.
+    static __device__ __forceinline__ int count_queries(const amk_step_t& step) {
+        const int numel = (&step)[-1].out_numel;
+        return D % 64 == 0 ? numel / 64 : numel / D * UNITS;
+    }
     static __device__ __forceinline__ int count(const amk_step_t& step) {
-        return (&step)[-1].out_numel / 64 + (step.flags & FW_STEP_APPENDS ? UNITS : 0);
+        return count_queries(step) + (step.flags & FW_STEP_APPENDS ? UNITS : 0);
     }
     // The ROPE that a unit belongs to, of which it then is unit `unit`.
     static __device__ __forceinline__ const amk_step_t& rope_of(Vm vm, const amk_step_t& step, int& unit) {
         const amk_step_t& queries = (&step)[-1];
-        if (unit < queries.out_numel / 64) return queries;
-        unit -= queries.out_numel / 64;
+        if (unit < count_queries(step)) return queries;
+        unit -= count_queries(step);
         return vm.task()->steps[step.as.attention.key_rope];
     }
     // Where its turned heads go: those of a key into the row of the KV_APPEND behind it.
@@ -61,11 +72,11 @@ struct Rotation {
             element_t* const turned = target(vm, step, rope) + element(unit);
             pair.settle(vm, norm ? *norm : rope, element(unit), D);
             if (norm) {
-                float squares = pair.squares();
+                float squares = own_squares(pair, unit);
 #pragma unroll
                 for (int i = 0; i < UNITS - 1; i++) {
                     others[i].settle(vm, *norm, other(unit, i), D);
-                    squares += others[i].squares();
+                    squares += own_squares(others[i], unit + 1 + i);
                 }
                 pair.norm(norm_scale<D>(squares, norm->params.eps), weights);
             }
@@ -85,7 +96,7 @@ template <int D> __device__ __forceinline__ void append_value(Vm vm, const amk_s
     if (Place().warp < VECTOR_WARPS - 1) return;
     const amk_step_t& append = vm.task()->steps[step.as.attention.value];
     const Source source(vm, append);
-    HeadValues<D / 64> values;
+    HeadValues<D> values;
     do {
         values.load(source.first);
     } while (source.awaited && values.absent() && vm.again());
