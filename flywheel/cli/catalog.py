@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.writing import target_to_dict
 from flywheel.models.catalog import CATALOG
+from flywheel.models.config_keys import IRRELEVANT, keys_of
+from flywheel.models.config_reading import shown
 from flywheel.models.decoder import DTYPES
-from flywheel.models.families import count_params
+from flywheel.models.families import FAMILIES, count_params
+from flywheel.models.family import Family
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormats, parse_formats, weights_name
 from flywheel.models.spec import DecoderSpec
+from flywheel.models.unsupported import UNSUPPORTED
 from flywheel.search.workload import find_target
 
 
@@ -27,13 +32,21 @@ from flywheel.search.workload import find_target
               default=DEFAULTS["dtype"], show_default=True,
               help="Type of activations and unquantised weights.")  # fmt: skip
 @weights_option
+@click.option("--family", "by_family", is_flag=True, help="List instead the families of checkpoints that run, the keys "
+              "of their config.json, and what is refused and why.")
 @document_option
 @json_option
-def models(gpus: tuple[str, ...], dtype: str, weights: str | None, output: Path | None, as_json: bool) -> None:
+def models(
+    gpus: tuple[str, ...], dtype: str, weights: str | None, by_family: bool, output: Path | None, as_json: bool
+) -> None:
     """List the models known by name.
 
     The floor is the time that reading a token's weights takes at the GPU's bandwidth.
     """
+    if by_family:
+        families = {"families": [*map(_family, FAMILIES.values())], "refused": dict(UNSUPPORTED)}
+        give(families, output, as_json, lambda: _show_families(families))
+        return
     targets = [find_target(gpu) for gpu in gpus]
     stored = weights_name(weights, dtype)
     formats = parse_formats(stored, dtype)
@@ -55,6 +68,42 @@ def _show_models(stored: str, listed: list[dict[str, Any]], targets: list[GpuTar
         for model in listed
     ]  # fmt: skip
     show_table(headers, rows)
+
+
+def _family(rules: Family) -> dict[str, Any]:
+    keys = keys_of(rules)
+    return {
+        "model_type": rules.name,
+        "architecture": rules.architecture,
+        "models": [spec.name for spec in CATALOG.values() if spec.family == rules.name],
+        "keys": {
+            "used": sorted(keys.used),
+            "refused_but": {key: list(values) for key, values in sorted(keys.refused.items())},
+            "told_but": {key: list(values) for key, values in sorted(keys.foreign.items())},
+            "irrelevant": sorted(IRRELEVANT),
+        },
+    }
+
+
+def _show_families(document: Mapping[str, Any]) -> None:
+    families = document["families"]
+    shared = frozenset.intersection(*[frozenset(each["keys"]["used"]) for each in families])
+    rows = [
+        (each["model_type"], each["architecture"], ", ".join(each["models"]) or "-",
+         ", ".join(key for key in each["keys"]["used"] if key not in shared) or "-")
+        for each in families
+    ]  # fmt: skip
+    show_table(("<!model_type", "<architecture", "<models by name", "<keys of its own"), rows)
+    click.echo(f"\nkeys that all use: {', '.join(sorted(shared))}")
+    refused = {key: values for each in families for key, values in each["keys"]["refused_but"].items()}
+    allowed = [f"{key} ({' or '.join(map(shown, values))})" if values else key for key, values in refused.items()]
+    click.echo(f"keys that are refused (but for a value): {', '.join(allowed)}")
+    click.echo("any other key that may ask for other arithmetic is told when a checkpoint is opened")
+    reasons: dict[str, list[str]] = {}
+    for name, why in document["refused"].items():
+        reasons.setdefault(why, []).append(name)
+    click.echo()
+    show_table(("<!refused, since", "<model_type"), [(why, ", ".join(names)) for why, names in reasons.items()])
 
 
 @command

@@ -77,3 +77,8 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool | float):
         return json.dumps(value)
     return ascii(reprlib.repr(value))[1:-1]
+
+
+def key_shown(key: str) -> str:
+    """A key in printable ASCII, cut short."""
+    return key if key.isidentifier() and key.isascii() and len(key) <= 60 else shown(key)

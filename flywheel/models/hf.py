@@ -14,14 +14,15 @@ from typing import Any, Final
 
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.ir.files import parse_json
-from flywheel.models.config_fields import FOREIGN, NEUTRAL, OFF, Neutral
-from flywheel.models.config_reading import Fields, shown
+from flywheel.models.config_keys import keys_of
+from flywheel.models.config_reading import Fields, key_shown, shown
 from flywheel.models.families import FAMILIES
 from flywheel.models.family import Family
 from flywheel.models.rope import MAX_CONTEXT
 from flywheel.models.rope_reading import read_rope
 from flywheel.models.schemes import Scheme, read_scheme
 from flywheel.models.spec import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, DecoderSpec
+from flywheel.models.unsupported import UNSUPPORTED
 
 _MAX_FILE_BYTES: Final = 4 * 1024**2
 
@@ -33,6 +34,8 @@ _ACTIVATIONS: Final = MappingProxyType(
 _CODE: Final = "auto_map"
 _OWN_CODE: Final = ("AutoModel", "AutoConfig")
 """Beginnings of entries of `auto_map` that put code of the repository in place of the family's."""
+
+_FAMILIES: Final = "what flywheel models --family lists"
 
 
 def load_spec(path: Path) -> DecoderSpec:
@@ -52,15 +55,17 @@ def load_scheme(path: Path) -> Scheme | None:
 
 
 def foreign_fields(path: Path) -> tuple[str, ...]:
-    """Fields of a `config.json`, or of its directory, that ask for other arithmetic than the family's, each with its
-    value. transformers does not read them for this family, and neither does flywheel. Raises as `load_spec`."""
+    """Fields of a `config.json`, or of its directory, that ask for other arithmetic than the family's, or of which
+    nothing is known, each with its value. transformers does not read them for this family, and neither does flywheel.
+    Raises as `load_spec`."""
     config, name = _read(path)
     if not isinstance(config, Mapping) or (rules := FAMILIES.get(str(config.get("model_type")))) is None:
         return ()
     fields = Fields(name, "", config)
-    foreign = {field: value for field, value in {**FOREIGN, **_fixed(rules)}.items() if field not in rules.reads}
-    asking = [field for field, neutral in foreign.items() if not fields.asks_nothing(field, neutral)]
-    return tuple(f"{field} {shown(config[field])}" for field in asking)
+    keys = keys_of(rules)
+    asking = [field for field, neutral in keys.foreign.items() if not fields.asks_nothing(field, neutral)]
+    asking += [field for field in keys.unknown(config) if config[field] is not None]
+    return tuple(f"{key_shown(field)} {shown(config[field])}" for field in asking)
 
 
 def _read(path: Path) -> tuple[object, str]:
@@ -95,9 +100,12 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     if not isinstance(config, Mapping):
         raise UnsupportedModelError(f"{name}: the config is a JSON {type(config).__name__}; supported: an object")
     fields = Fields(name, "", config)
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in UNSUPPORTED:
+        raise fields.refusal("model_type", f"{_FAMILIES}; {UNSUPPORTED[kind]}")
     rules = FAMILIES[fields.choice("model_type", FAMILIES)]
     _check_architecture(fields, rules)
-    fields.check_neutral(NEUTRAL)
+    fields.check_neutral(keys_of(rules).refused)
     _check_code(fields, rules)
     read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
@@ -141,13 +149,6 @@ def _check_architecture(fields: Fields, rules: Family) -> None:
     architectures = fields.values.get("architectures")
     if architectures is not None and architectures != [rules.architecture]:
         raise fields.refusal("architectures", f'["{rules.architecture}"]')
-
-
-def _fixed(rules: Family) -> Neutral:
-    """Biases and q/k norms that the family's code has or has not, whatever these fields say -> what it has."""
-    bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
-    fixed = {"attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
-    return {field: value for field, value in fixed.items() if field not in rules.biases}
 
 
 def _check_code(fields: Fields, rules: Family) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.config_fields import ONE
-from flywheel.models.config_reading import Fields, shown
+from flywheel.models.config_reading import Fields, key_shown, shown
 from flywheel.models.family import Family
 from flywheel.models.rope import MAX_CONTEXT, LinearRope, LongRope, Rope, RopeScaling, Scaling, YarnRope
 
@@ -74,7 +74,7 @@ def _scaling(section: Fields, fields: Fields, rules: Family, max_position: int) 
     read, own = _TYPES[kinds[0]]
     for field, value in section.values.items():
         if field not in own | _FIELDS and value is not None:
-            fact = f"{section.prefix}{_key(field)} is {shown(value)}"
+            fact = f"{section.prefix}{key_shown(field)} is {shown(value)}"
             raise UnsupportedModelError(f"{section.source}: {fact}; supported: absent with rope_type {kinds[0]}")
     original = max_position
     if _ORIGINAL in own:
@@ -175,7 +175,3 @@ _TYPES: Final[Mapping[str, tuple[_Read, frozenset[str]]]] = MappingProxyType(
     }
 )  # fmt: skip
 """`rope_type` -> how it is read, and its own fields."""
-
-
-def _key(field: str) -> str:
-    return field if field.isidentifier() and field.isascii() and len(field) <= 60 else shown(field)

@@ -11,6 +11,7 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
+from flywheel.models.families import FAMILIES
 from flywheel.models.footprint import bytes_per_token
 
 Run = Callable[..., Result]
@@ -43,3 +44,12 @@ def test_targets_lists_every_gpu(run: Run) -> None:
     assert [target["name"] for target in document["targets"]] == list(TARGETS)
     assert {target["cost_model"] for target in document["targets"]} == {"measured", "scaled"}
     assert len(run("targets").stdout.splitlines()) == len(TARGETS) + 1
+
+
+def test_families_are_listed_with_their_keys_and_the_refused_with_reasons(run: Run) -> None:
+    found = json.loads(run("models", "--family", "--json").stdout)
+    assert [each["model_type"] for each in found["families"]] == list(FAMILIES)
+    assert "model_type" in found["families"][0]["keys"]["used"]
+    assert found["refused"]["mixtral"] == "its layers choose among experts"
+    text = run("models", "--family").stdout
+    assert all(name in text for name in (*FAMILIES, "mixtral", "is_causal (true)"))

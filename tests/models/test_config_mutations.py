@@ -10,7 +10,11 @@ import pytest
 from effort import examples
 from mutated_configs import Ending, base_of, compare, mutations
 
+from flywheel.errors import UnsupportedModelError
+from flywheel.models.config_keys import keys_of
 from flywheel.models.families import FAMILIES
+from flywheel.models.hf import foreign_fields, spec_from_config
+from flywheel.models.unsupported import UNSUPPORTED
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,6 +37,42 @@ def test_a_config_that_transformers_reads_otherwise_is_found(tmp_path: Path, mon
 
 
 def _read_over(folder: Path, other: str) -> object:
-    from flywheel.models.hf import spec_from_config
-
     return spec_from_config(json.loads(other), folder.name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_of_transformers_configuration_is_known(family: str) -> None:
+    assert keys_of(FAMILIES[family]).unknown(base_of(family)) == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_reading_looks_at_is_said(family: str) -> None:
+    looked: set[str] = set()
+
+    class Watched(dict[str, object]):
+        def get(self, key: str, default: object = None) -> object:
+            looked.add(key)
+            return super().get(key, default)
+
+        def __getitem__(self, key: str) -> object:
+            looked.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            looked.add(str(key))
+            return super().__contains__(key)
+
+    spec_from_config(Watched(base_of(family)), "x")
+    keys = keys_of(FAMILIES[family])
+    assert looked - keys.used - keys.refused.keys() - {"compression_config"} == set()
+
+
+def test_a_kind_of_model_that_does_not_run_is_refused_with_its_reason() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"its layers choose among experts$"):
+        spec_from_config({"model_type": "mixtral"}, "x")
+    assert not UNSUPPORTED.keys() & FAMILIES.keys()
+
+
+def test_a_key_of_which_nothing_is_known_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(base_of("llama") | {"new_kind_of_norm": "deep", "_own": 1}))
+    assert foreign_fields(tmp_path) == ('new_kind_of_norm "deep"',)
