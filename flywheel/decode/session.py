@@ -15,7 +15,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
-from flywheel.runtime.sequences import GREEDY, Sampling, Session, check_place, check_prompt
+from flywheel.runtime.sequences import GREEDY, Sampling, Session, check_place, check_prompt, check_turns
 
 TokenStream = Generator[int, None, None]
 """Tokens as they are made. Close it to stop early."""
@@ -47,8 +47,9 @@ def check_rows(
 
 
 def check_stream(spec: DecoderSpec, context: int, prompt: Sequence[int], positions: int) -> None:
-    """Raises UsageError, as `DecodeSession.stream` does, for a token or position out of range."""
+    """Raises UsageError, as `DecodeSession.stream` does, for a token or position out of range, and as `check_turns`."""
     check_prompt(spec, context, prompt)
+    check_turns(spec, context, len(prompt))
     check_place(spec, context, prompt[-1], positions - 1)
 
 

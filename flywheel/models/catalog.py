@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from math import log, sqrt
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -18,12 +19,50 @@ from flywheel.errors import BundleError, UnknownNameError
 from flywheel.ir.files import is_bundle
 from flywheel.models.hf import load_spec
 from flywheel.models.hub import cached_folder, cached_repo, is_repo, obtain, repo_of
-from flywheel.models.rope import RopeScaling
+from flywheel.models.rope import LongRope, RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import has_tokenizer
 
 _LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 _LLAMA_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+
+_PHI_3_5 = LongRope(
+    short=(
+        1.0, 1.0199999809265137, 1.0299999713897705, 1.0299999713897705, 1.0499999523162842, 1.0499999523162842,
+        1.0499999523162842, 1.0499999523162842, 1.0499999523162842, 1.0699999332427979, 1.0999999046325684,
+        1.1099998950958252, 1.1599998474121094, 1.1599998474121094, 1.1699998378753662, 1.2899998426437378,
+        1.339999794960022, 1.679999828338623, 1.7899998426437378, 1.8199998140335083, 1.8499997854232788,
+        1.8799997568130493, 1.9099997282028198, 1.9399996995925903, 1.9899996519088745, *(2.0199997425079346,) * 6,
+        *(2.0299997329711914,) * 9, 2.0799996852874756, 2.0899996757507324, 2.189999580383301, 2.2199995517730713,
+        2.5899994373321533, 2.729999542236328, 2.749999523162842, 2.8399994373321533,
+    ),
+    long=(
+        1.0800000429153442, 1.1100000143051147, 1.1399999856948853, 1.340000033378601, 1.5899999141693115,
+        1.600000023841858, 1.6200000047683716, 2.620000123977661, 3.2300000190734863, 3.2300000190734863,
+        4.789999961853027, 7.400000095367432, 7.700000286102295, 9.09000015258789, 12.199999809265137,
+        17.670000076293945, 24.46000099182129, 28.57000160217285, 30.420001983642578, 30.840002059936523,
+        32.590003967285156, 32.93000411987305, 42.320003509521484, 44.96000289916992, 50.340003967285156,
+        50.45000457763672, 57.55000305175781, 57.93000411987305, 58.21000289916992, 60.1400032043457,
+        62.61000442504883, 62.62000274658203, 62.71000289916992, 63.1400032043457, 63.1400032043457,
+        63.77000427246094, 63.93000411987305, 63.96000289916992, 63.970001220703125, 64.02999877929688,
+        64.06999969482422, 64.08000183105469, 64.12000274658203, 64.41000366210938, 64.4800033569336,
+        64.51000213623047, 64.52999877929688, 64.83999633789062,
+    ),
+    original_max_position=4096,
+    attention_factor=sqrt(1 + log(32) / log(4096)),
+)  # fmt: skip
+_PHI_4_MINI = LongRope(
+    short=(1.0,) * 48,
+    long=(
+        1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+        2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+        6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252,
+        16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6,
+        32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+    ),
+    original_max_position=4096,
+    attention_factor=sqrt(1 + log(32) / log(4096)),
+)  # fmt: skip
 
 # name, family, hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim, vocab, rope_theta, norm_eps, max_position
 _SPECS: Final = (
@@ -63,6 +102,13 @@ _SPECS: Final = (
     DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
                 nope_every=4),
     DecoderSpec("phi-4", "phi3", 5120, 17920, 40, 40, 10, 128, 100352, 2.5e5, 1e-5, 16384),
+    DecoderSpec("phi-3.5-mini", "phi3", 3072, 8192, 32, 32, 32, 96, 32064, 1e4, 1e-5, 131072, rope_scaling=_PHI_3_5),
+    DecoderSpec("phi-4-mini", "phi3", 3072, 8192, 32, 24, 8, 128, 200064, 1e4, 1e-5, 131072, tied_head=True,
+                rope_scaling=_PHI_4_MINI, rotary_dim=96),
+    DecoderSpec("glm-4-9b-0414", "glm4", 4096, 13696, 40, 32, 2, 128, 151552, 1e4, 1e-5, 32768, qkv_bias=True,
+                rotary_dim=64, norms="around"),
+    DecoderSpec("glm-4-32b-0414", "glm4", 6144, 23040, 61, 48, 2, 128, 151552, 1e4, 1e-5, 32768, rotary_dim=64,
+                norms="around"),
 )  # fmt: skip
 
 CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec for spec in _SPECS})

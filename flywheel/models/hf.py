@@ -158,7 +158,7 @@ def _check_code(fields: Fields, rules: Family) -> None:
         return
     if isinstance(code, Mapping):
         own = [value for key, value in code.items() if str(key).startswith(_OWN_CODE)]
-        if all(value in rules.own_code for value in own):
+        if all(str(value).rpartition("--")[2] in rules.own_code for value in own):
             return
     raise fields.refusal(_CODE, f"absent, or without {' and '.join(_OWN_CODE)}")
 

@@ -114,8 +114,6 @@ def check_steps(
                 _check_attention(step, vector_warps, staged_bytes)
             elif step.op is _K.ROPE and 0 < len(step.params.keys() & {*SCALED_ROPE}) < len(SCALED_ROPE):
                 raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(SCALED_ROPE)}")
-            elif step.op is _K.ROPE and "scale" in step.params:
-                raise InvalidProgramError("scaled cosines have no kernel")
         except InvalidProgramError as error:
             raise InvalidProgramError(f"{error}" if form.recipe is None else f"step {index}: {error}") from error
 

@@ -21,11 +21,14 @@ EMBED_SCALE: Final = "EMBED_SCALE"
 PRODUCT_SCALE: Final = "PRODUCT_SCALE"
 PRODUCT_CAP: Final = "PRODUCT_CAP"
 ATTENTION_CAP: Final = "ATTENTION_CAP"
+ROPE_SCALE: Final = "ROPE_SCALE"
 
 HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS if size not in USUAL_HEAD_DIMS}
 """Attention on tensor cores to heads of a size that the kernel of most programs has no code for."""
 
-FEATURES: Final = (GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, *HEADS.values())
+FEATURES: Final = (
+    GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, *HEADS.values(),
+)  # fmt: skip
 """All of them. `macros_of` has their macros."""
 
 
@@ -66,3 +69,5 @@ def _of_step(op: InstructionKind, params: Mapping[str, Any]) -> Iterator[str]:
         yield ATTENTION_CAP
     if op in ATTENTIONS and params.get("head_dim") in HEADS:
         yield HEADS[params["head_dim"]]
+    if op is _K.ROPE and "scale" in params:
+        yield ROPE_SCALE

@@ -54,6 +54,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias")
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0, 3.5, 3.9],
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
@@ -63,7 +68,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
     "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
-    "glm": ("Glm", dict(SIZES, head_dim=32)),
+    "glm4": ("Glm4", dict(SIZES, head_dim=32)),
+    "phi3-long": ("Phi3", dict(SIZES, rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
     "granite": (
         "Granite", dict(SIZES, embedding_multiplier=3.7, residual_multiplier=0.4, attention_multiplier=0.2,
                         logits_scaling=0.8),
@@ -152,12 +158,13 @@ def test_logits_agree_three_ways_in_bfloat16(opened: Callable[[str], Opened]) ->
 def test_greedy_generation_agrees_token_for_token(opened: Callable[[str], Opened]) -> None:
     count = examples(32, 12)
     model, session, oracle = opened("f32")
-    prompt = torch.randint(0, SIZES["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(4))
+    length = 40 + (session.spec.turned_anew or 0)
+    prompt = torch.randint(0, SIZES["vocab_size"], (1, length), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         # Without a mask, transformers would leave out the prompt's token 0, which it pads with.
         wanted = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=count, max_new_tokens=count
-        )[0, 40:].tolist()
+        )[0, length:].tolist()
     generation = generate(session, Request(tuple(prompt[0].tolist()), count), oracle)
     assert list(generation.token_ids) == wanted
     assert len(set(wanted)) > 3

@@ -15,6 +15,7 @@ from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import OracleWeights
+from flywheel.models.rope import YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.plan.variant import variant_of
@@ -31,8 +32,11 @@ SPECS = {
     "olmo2": DecoderSpec(
         "olmo2", "olmo2", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, norms="behind", qk_norm=True, wide_qk_norm=True,
     ),
+    "phi3": DecoderSpec(
+        "phi3", "phi3", 128, 256, 2, 4, 2, 64, 520, 1e4, 1e-5, 512, rope_scaling=YarnRope(4.0, 64, 1.25), rotary_dim=48,
+    ),
 }  # fmt: skip
-FEATURES = {"granite": ("EMBED_SCALE", "PRODUCT_SCALE"), "olmo2": ()}
+FEATURES = {"granite": ("EMBED_SCALE", "PRODUCT_SCALE"), "olmo2": (), "phi3": ("ROPE_SCALE",)}
 WORKS = [(name, dtype, choice) for name in SPECS for dtype in (DType.BF16, DType.F32) for choice in (0, 1)]
 
 

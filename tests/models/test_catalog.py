@@ -29,6 +29,10 @@ PUBLISHED_PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
+    "phi-3.5-mini": 3_821_079_552,
+    "phi-4-mini": 3_836_021_760,
+    "glm-4-9b-0414": 9_400_279_040,
+    "glm-4-32b-0414": 32_566_081_536,
     "granite-3.3-2b": 2_533_539_840,
     "granite-3.3-8b": 8_170_864_640,
     "olmo2-1b": 1_484_916_736,
@@ -108,7 +112,7 @@ def test_an_unknown_name_is_answered_with_the_closest(asked: str, closest: str) 
 
 @pytest.mark.parametrize("asked", ["", "zzzzzz", "a\0b", "x" * 10_000])
 def test_a_name_like_no_other_is_answered_with_all(asked: str) -> None:
-    with pytest.raises(UnknownNameError, match=r"known: granite-3.3-2b, .*smollm2-135m"):
+    with pytest.raises(UnknownNameError, match=r"known: glm-4-32b-0414, .*smollm2-135m"):
         resolve_model(asked)
 
 

@@ -78,6 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
     "phi3-short": ("Phi3", dict(SIZES, rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.75})),
     "glm": ("Glm", dict(SIZES, head_dim=32)),
+    "glm4": ("Glm4", dict(SIZES, head_dim=32)),
     "llama-yarn": ("Llama", dict(SIZES, rope_parameters=YARN_ROPE)),
     "granite": (
         "Granite", dict(SIZES, embedding_multiplier=3.7, residual_multiplier=0.4, attention_multiplier=0.2,

@@ -14,6 +14,7 @@ from flywheel.ir.positions import last_position
 from flywheel.ir.recipe import recipe_steps
 from flywheel.plan import KernelVariant
 from flywheel.plan.best import KeptBest
+from flywheel.plan.features import ROPE_SCALE
 from flywheel.plan.program import Plan, make_plan, rows_of
 from flywheel.plan.ranks import RankPart
 from flywheel.plan.step import ABSENT, MatrixCoding
@@ -128,7 +129,7 @@ def pack_plan(plan: Plan) -> PackedProgram:
     frequencies = Frequencies()
     chunks = row_chunks(plan)
     templates = [
-        make_template(routine, placed, own, frequencies)
+        make_template(routine, placed, own, frequencies, ROPE_SCALE in variant.features)
         for routine, placed, own in zip(made.by_form, made.placements, chunks, strict=True)
     ]
     steps, first_steps = _step_table(templates)

@@ -53,9 +53,10 @@ class Template:
 
 
 def make_template(
-    routine: Routine, placed: Placement, row_chunks: Sequence[int], frequencies: Frequencies
+    routine: Routine, placed: Placement, row_chunks: Sequence[int], frequencies: Frequencies, scales: bool
 ) -> Template:
-    """The template of a routine, whose matrix steps have these chunks of a row block."""
+    """The template of a routine, whose matrix steps have these chunks of a row block. `scales` says whether the kernel
+    takes every ROPE to have a scale."""
     steps, form = routine.steps, routine.form
     table = np.zeros(len(steps), STEP)
     table["scratch"] = placed.offsets
@@ -73,6 +74,8 @@ def make_template(
             kind["rows"] = step.result.rows
         if step.op is _K.ROPE:
             kind["frequencies"] = frequencies.offset(step.params)
+            if scales:
+                table[index]["params"]["scale"] = step.params.get("scale", 1.0)
     _flag(table, routine.views, StepFlag.VIEW)
     for staging in routine.stagings:
         _flag_operand(table, staging, steps)

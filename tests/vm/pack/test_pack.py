@@ -281,11 +281,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
             "head_dim": 8, "theta": 1e4, "rope_factor": 8.0}, "out_shape": [1, 8], "out_dtype": "F32"}))],
         r"task 0 \(t0\): FUSED .*RoPE scaling needs all",
     ),
-    "a scaled rotation": (
-        {"x": (IN, F32, (1, 8)), "p": (IN, I32, (1,)), "y": (OUT, F32, (1, 8))},
-        [("ROPE", ["x", "p"], ["y"], {"head_dim": 8, "theta": 1e4, "scale": 1.5})],
-        r"task 0 \(t0\): ROPE scaled cosines have no kernel",
-    ),
     "a sum of several rows": (
         {**X, "w": (IN, F32, (1, 16)), "y": (OUT, F32, (2, 8))},
         [("FUSED", ["x", "w"], ["y"], fused({"op": "ADD", "args": [{"in": 0}, {"in": 1}], "out": "final", "params": {},

@@ -28,6 +28,14 @@ __device__ __forceinline__ SineCosine sine_cosine(float angle) {
     return {quarter & 2 ? -across : across, (quarter + 1) & 2 ? -along : along};
 }
 
+#ifdef FW_ROPE_SCALE
+// All steps have a scale: of what they turn at all.
+__device__ __forceinline__ SineCosine scaled(SineCosine turn, float frequency, float scale) {
+    const float gain = frequency == 0.0f ? 1.0f : scale;
+    return {turn.sine * gain, turn.cosine * gain};
+}
+#endif
+
 // Both elements of a pair. Products are rounded before they are added up, as the reference does.
 __device__ __forceinline__ float2 rotate(float low, float high, SineCosine turn) {
     return {__fsub_rn(__fmul_rn(low, turn.cosine), __fmul_rn(high, turn.sine)),
@@ -40,14 +48,24 @@ struct Turns {
     float frequency[PAIRS];
     int position;
     SineCosine turn[PAIRS];
+#ifdef FW_ROPE_SCALE
+    float scale;
+#endif
     __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int first) {
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) frequency[p] = vm.floats()[rope.as.rope.frequencies + first + p];
         position = load_int(vm.arg(rope, 1), 0);
+#ifdef FW_ROPE_SCALE
+        scale = rope.params.scale;
+#endif
     }
     __device__ __forceinline__ void make() {
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) turn[p] = sine_cosine(static_cast<float>(position) * frequency[p]);
+#ifdef FW_ROPE_SCALE
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) turn[p] = scaled(turn[p], frequency[p], scale);
+#endif
     }
 };
 
@@ -93,8 +111,8 @@ struct HeadPair {
     }
     // As the norm of its head would store it.
     __device__ __forceinline__ void norm(float scale, const Two& weights) {
-        low = from_float<element_t>(to_float(low) * scale * norm_weight(weights.first()));
-        high = from_float<element_t>(to_float(high) * scale * norm_weight(weights.second()));
+        low = from_float<element_t>(to_float(low) * scale * weights.first());
+        high = from_float<element_t>(to_float(high) * scale * weights.second());
     }
     __device__ __forceinline__ void rotate_by(SineCosine turn) {
         const float2 turned = rotate(to_float(low), to_float(high), turn);
@@ -151,7 +169,11 @@ __device__ __forceinline__ void rotate_heads(Vm vm, const amk_step_t& step, cons
                 }
                 const float frequency = frequencies[i];
                 const float position = static_cast<float>(load_int(positions, s));
+#ifdef FW_ROPE_SCALE
+                const SineCosine turn = scaled(sine_cosine(position * frequency), frequency, step.params.scale);
+#else
                 const SineCosine turn = sine_cosine(position * frequency);
+#endif
 #pragma unroll
                 for (int h = 0; h < AHEAD; h++) {
                     if (at + h * stride >= row) break;
