@@ -23,8 +23,11 @@ PRODUCT_CAP: Final = "PRODUCT_CAP"
 ATTENTION_CAP: Final = "ATTENTION_CAP"
 ROPE_SCALE: Final = "ROPE_SCALE"
 
-HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS if size not in USUAL_HEAD_DIMS}
-"""Attention on tensor cores to heads of a size that the kernel of most programs has no code for."""
+HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS}
+"""Attention on tensor cores to heads of a size."""
+
+_USUAL: Final = frozenset(HEADS[size] for size in USUAL_HEAD_DIMS)
+"""What a kernel has code for that no feature names."""
 
 FEATURES: Final = (
     GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, *HEADS.values(),
@@ -33,11 +36,17 @@ FEATURES: Final = (
 
 
 def features_of(tasks: Iterable[Task | Use]) -> tuple[str, ...]:
-    """The features that tasks ask for, in the order of FEATURES."""
+    """The features that tasks ask for, in the order of FEATURES.
+
+    The usual sizes of heads are none, unless there is another: then a kernel has code for just the sizes that are
+    named, since one of all sizes needs more registers than there are.
+    """
     found: set[str] = set()
     for task in tasks:
         recipe = task.params.get("recipe")
         found |= _of_recipe(recipe) if isinstance(recipe, Recipe) else set(_of_step(task.op, task.params))
+    if found.isdisjoint(set(HEADS.values()) - _USUAL):
+        found -= _USUAL
     return tuple([name for name in FEATURES if name in found])
 
 
@@ -46,7 +55,7 @@ def macros_of(features: Iterable[str]) -> dict[str, str]:
     asked = list(features)
     sizes = [size for size, name in HEADS.items() if name in asked]
     macros = {f"FW_{name}": "1" for name in asked if name not in HEADS.values()}
-    return macros | ({"FW_HEAD_DIMS": ",".join(map(str, (*USUAL_HEAD_DIMS, *sizes)))} if sizes else {})
+    return macros | ({"FW_HEAD_DIMS": ",".join(map(str, sizes))} if sizes else {})
 
 
 @lru_cache(maxsize=1 << 12)

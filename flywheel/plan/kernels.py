@@ -24,7 +24,7 @@ HEAD_DIMS: Final = range(64, 257, 16)
 """Head sizes of attention on tensor cores. Other heads, up to MAX_HEAD_DIM, are attended to by slower code."""
 
 USUAL_HEAD_DIMS: Final = (64, 128)
-"""Those that every kernel has code for; for others it has some if a program asks for them (`plan.features`)."""
+"""Those that a kernel has code for if its program has no others (`plan.features`)."""
 
 BULK_COPY_ARCH: Final = 90
 """First `sm_arch` whose loader can move a whole chunk with one instruction."""
