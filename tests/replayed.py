@@ -84,6 +84,10 @@ _FURTHER: Final = (
                 wide_qk_norm=True),
     DecoderSpec("phi3-tiny", "phi3", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, rotary_dim=12),
     DecoderSpec("glm-tiny", "glm", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, qkv_bias=True, rotary_dim=8),
+    DecoderSpec("cohere2-tiny", "cohere2", 64, 96, 4, 4, 2, 16, 160, 1e4, 1e-5, 512, tied_head=True, norm="layer",
+                norms="shared", logits_scale=0.25, window=512, windowed=(True, True, True, False), nope_full=True),
+    DecoderSpec("starcoder2-tiny", "starcoder2", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, qkv_bias=True, o_bias=True,
+                mlp_bias=True, norm="layer", norm_bias=True, gated=False, activation="gelu_tanh"),
 )  # fmt: skip
 """Models of further families. Each has works of its own, two for a new one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}

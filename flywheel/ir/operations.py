@@ -281,7 +281,14 @@ _ROWS: Final = (
         kernel=Kernel("rope", "rope", usual=2, awaits=True),
     ),
     _elementwise(_K.SILU_MUL, "gate up", "`silu(gate) * up`", 4, Kernel("silu_mul")),
-    _elementwise(_K.GELU_MUL, "gate up", "`gelu(gate) * up`, with tanh", 8, Kernel("gelu_mul", define="FW_GELU_MUL")),
+    Operation(
+        _K.GELU_MUL,
+        (Operand("gate", View("n")), Operand("up", View("n"), optional=True)),
+        _MADE,
+        "`gelu(gate) * up`, with tanh; of one input, `gelu(gate)`",
+        flops=("8", "n"),
+        kernel=Kernel("gelu_mul", define="FW_GELU_MUL"),
+    ),
     _elementwise(_K.GELU, "x", "`x * Phi(x)`, with erf", 4, Kernel("gelu")),
     _elementwise(_K.ADD, "a b", "`a + b`", 1, Kernel("add")),
     Operation(

@@ -16,7 +16,7 @@ _K = InstructionKind
 COMBINE: Final = "attn_combine"
 """The merge of split-KV partials. It belongs to the attention wherever the KV range is split."""
 
-_AFTER: Final = {1: frozenset({_K.ADD, _K.GELU}), 2: GATES}
+_AFTER: Final = {1: frozenset({_K.ADD, _K.GELU_MUL}), 2: GATES}
 """Number of products of one vector -> the operations on their results that they fuse with."""
 
 _NORMS: Final = (_K.RMSNORM, _K.LAYERNORM)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -13,9 +14,6 @@ from flywheel.models.rope import rope_params
 from flywheel.models.spec import LAYER_WEIGHT_KEYS, DecoderSpec, Shape
 
 _K: Final = InstructionKind
-
-_GELUS: Final = {"gelu": _K.GELU}
-"""Activation of an MLP without a gate -> its operation."""
 
 
 class LayerWeight(NamedTuple):
@@ -66,9 +64,11 @@ def attention_ops(spec: DecoderSpec, context: int, lanes: int, layer: int = 0) -
 
 
 def mlp_ops(spec: DecoderSpec) -> list[Op]:
-    """From the residual stream `x_mid` to `x_out`, with its norms."""
-    role = "pre_feedforward_norm" if spec.norms == "around" else "post_attention_norm"
-    before = [] if spec.norms == "behind" else [norm_op(spec, "mlp_norm", "x_mid", role, "mlp_in")]
+    """From the residual stream `x_mid` to `x_out`, with its norms. A norm that is shared is of `x`, once more."""
+    x, role = {
+        "around": ("x_mid", "pre_feedforward_norm"), "shared": ("x", "input_norm"),
+    }.get(spec.norms, ("x_mid", "post_attention_norm"))  # fmt: skip
+    before = [] if spec.norms == "behind" else [norm_op(spec, "mlp_norm", x, role, "mlp_in")]
     inner = activated_ops(spec, before[0].output if before else "x_mid")
     return [*before, *inner, *_added(spec, "mlp", "post_feedforward_norm", "x_mid", "x_out")]
 
@@ -79,6 +79,15 @@ def _added(spec: DecoderSpec, part: str, role: str, x: str, out: str) -> list[Op
         return [Op(f"{part}_add", _K.ADD, (f"{part}_out", x), out)]
     norm = norm_op(spec, f"{part}_post_norm", f"{part}_out", role, f"{part}_normed")
     return [norm, Op(f"{part}_add", _K.ADD, (norm.output, x), out)]
+
+
+def in_order(spec: DecoderSpec, attention: Sequence[Op], mlp: Sequence[Op]) -> tuple[Op, ...]:
+    """A layer's operations in the order of their execution. Where attention and MLP share a norm, the MLP does not wait
+    for the attention, so that SMs without a head go on."""
+    if spec.norms != "shared":
+        return (*attention, *mlp)
+    out, down = ([op.name for op in ops].index(name) for ops, name in ((attention, "o_proj"), (mlp, "down_proj")))
+    return (*attention[:out], *mlp[:down], *attention[out:], *mlp[down:])
 
 
 def norm_op(spec: DecoderSpec, name: str, x: str, role: str, out: str, width: int | None = None) -> Op:
@@ -126,18 +135,21 @@ GATES: Final[Mapping[str, Op]] = MappingProxyType(
 )
 """Activation -> the operation that multiplies it by up."""
 
+_ALONE: Final = "gelu_tanh"
+"""The activation that needs no gate."""
+
 
 def activated_ops(spec: DecoderSpec, x: str) -> list[Op]:
     """From x [hidden] to `mlp_out`: between its products the activation, of gate times up or, without a gate, of up.
     Raises UnsupportedModelError for an activation that has no such operation."""
     up = _projection("up_proj", x, "up", spec.hidden, spec.mlp_bias)
     down = _projection("down_proj", "act", "mlp_out", spec.intermediate, spec.mlp_bias, spec.residual_scale)
-    known = GATES if spec.gated else _GELUS
+    known = tuple(GATES) if spec.gated else (_ALONE,)
     if spec.activation not in known:
         where = "of a gate" if spec.gated else "without a gate"
         raise UnsupportedModelError(f"{spec.name}: activation {spec.activation} {where}; supported: {', '.join(known)}")
     if not spec.gated:
-        return [up, Op("gelu", _GELUS[spec.activation], ("up",), "act"), down]
+        return [up, replace(GATES[_ALONE], inputs=("up",)), down]
     gate = _projection("gate_proj", x, "gate", spec.hidden, spec.mlp_bias)
     return [gate, up, GATES[spec.activation], down]
 

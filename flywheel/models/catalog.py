@@ -3,7 +3,7 @@
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
 Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Qwen3-4B-Instruct-2507,
 Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct, OLMo-2-0425-1B, OLMo-2-1124-7B,
-OLMo-2-1124-13B, SmolLM2-135M and SmolLM3-3B.
+OLMo-2-1124-13B, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024, starcoder2-3b, starcoder2-7b and starcoder2-15b.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from math import log, sqrt
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from flywheel.errors import BundleError, UnknownNameError
 from flywheel.ir.files import is_bundle
@@ -64,6 +64,13 @@ _PHI_4_MINI = LongRope(
     attention_factor=sqrt(1 + log(32) / log(4096)),
 )  # fmt: skip
 
+_STARCODER2: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "qkv_bias": True, "o_bias": True, "mlp_bias": True, "norm": "layer", "norm_bias": True, "gated": False,
+        "activation": "gelu_tanh", "window": 4096,
+    }
+)  # fmt: skip
+
 # name, family, hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim, vocab, rope_theta, norm_eps, max_position
 _SPECS: Final = (
     DecoderSpec("llama3-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192),
@@ -109,6 +116,14 @@ _SPECS: Final = (
                 rotary_dim=64, norms="around"),
     DecoderSpec("glm-4-32b-0414", "glm4", 6144, 23040, 61, 48, 2, 128, 151552, 1e4, 1e-5, 32768, rotary_dim=64,
                 norms="around"),
+    DecoderSpec("command-r7b", "cohere2", 4096, 14336, 32, 32, 8, 128, 256000, 5e4, 1e-5, 132096, tied_head=True,
+                norm="layer", norms="shared", logits_scale=0.25, window=4096, windowed=(True, True, True, False) * 8,
+                nope_full=True),
+    DecoderSpec("starcoder2-3b", "starcoder2", 3072, 12288, 30, 24, 2, 128, 49152, 999999.4420358813, 1e-5, 16384,
+                tied_head=True, **_STARCODER2),
+    DecoderSpec("starcoder2-7b", "starcoder2", 4608, 18432, 32, 36, 4, 128, 49152, 1e6, 1e-5, 16384,
+                tied_head=True, **_STARCODER2),
+    DecoderSpec("starcoder2-15b", "starcoder2", 6144, 24576, 40, 48, 4, 128, 49152, 1e5, 1e-5, 16384, **_STARCODER2),
 )  # fmt: skip
 
 CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec for spec in _SPECS})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.models.blocks import LayerWeight, attention_ops, mlp_ops, usual_weights
+from flywheel.models.blocks import LayerWeight, attention_ops, in_order, mlp_ops, usual_weights
 from flywheel.models.config_reading import Fields
 from flywheel.models.graph import Op
 from flywheel.models.spec import DecoderSpec
@@ -29,7 +29,8 @@ def usual_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, 
     """The operations of each layer: layers differ by their RoPE and their window alone."""
     kinds = [(spec.rope_of(layer), spec.window_of(layer)) for layer in range(spec.n_layers)]
     mlp = mlp_ops(spec)
-    made = {kind: (*attention_ops(spec, context, lanes, kinds.index(kind)), *mlp) for kind in dict.fromkeys(kinds)}
+    attending = {kind: attention_ops(spec, context, lanes, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    made = {kind: in_order(spec, ops, mlp) for kind, ops in attending.items()}
     return [made[kind] for kind in kinds]
 
 

@@ -59,6 +59,11 @@ def _embed(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> T
     return made * call.params["scale"] if "scale" in call.params else made
 
 
+def _gelu_mul(_: Call, inputs: Sequence[Tensor], __: Sequence[Tensor]) -> Tensor:
+    made = gelu(inputs[0], approximate="tanh")
+    return made * inputs[1] if len(inputs) > 1 else made
+
+
 def finished(call: Call, made: Tensor) -> Tensor:
     """A call's product or scores, times its `scale`, and capped where it has a cap."""
     made = made * call.params["scale"] if "scale" in call.params else made
@@ -76,8 +81,7 @@ PLAIN: Final[Mapping[InstructionKind, Plain]] = {
     _K.LAYERNORM: lambda call, inputs, weights: layer_norm(
         inputs[0], (call.params["hidden"],), weights[0], weights[1] if len(weights) > 1 else None, call.params["eps"]
     ),
-    _K.GELU: lambda _, inputs, __: gelu(inputs[0]),
-    _K.GELU_MUL: lambda _, inputs, __: gelu(inputs[0], approximate="tanh") * inputs[1],
+    _K.GELU_MUL: _gelu_mul,
     _K.SILU_MUL: lambda _, inputs, __: silu(inputs[0]) * inputs[1],
     _K.ADD: lambda _, inputs, __: inputs[1] + inputs[0],
     _K.SAMPLE_ARGMAX: lambda _, inputs, __: inputs[0].argmax(-1),

@@ -117,7 +117,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     attention_bias, mlp_bias = (_has_bias(fields, rules, field) for field in ("attention_bias", "mlp_bias"))
     usual: dict[str, Any] = {
         "qkv_bias": rules.qkv_bias or attention_bias, "o_bias": attention_bias, "mlp_bias": mlp_bias,
-        "activation": rules.activation,
+        "activation": rules.activation, "window": window if window is not None and window < max_position else None,
     }  # fmt: skip
     return DecoderSpec(
         name=name,
@@ -136,7 +136,6 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         qk_norm=rules.qk_norm,
         rope_scaling=rope.scaling,
         rotary_dim=rotary_dim,
-        window=window if window is not None and window < max_position else None,
         **(usual | rules.read(fields)),
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flywheel.errors import WeightsError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
-from flywheel.models.families import count_params, layer_weight_shapes
+from flywheel.models.families import count_params, layer_weight_shapes, layer_weights
 from flywheel.models.formats import BLOCK, HEAD, MATRICES, WeightFormat, WeightFormats, formats_of
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.spec import (
@@ -159,10 +159,11 @@ def _of_rows(each: Tensor, shared: int, rows: int) -> Tensor:
 
 def matrix_keys(spec: DecoderSpec) -> Iterator[tuple[str, str]]:
     """(role, state-dict key) of every matrix that may be quantised; a tied head has a key of its own."""
+    own = layer_weights(spec)
     for role in MATRICES:
-        if role in LAYER_WEIGHT_KEYS:
+        if role in own:
             yield from ((role, layer_weight_key(role, layer)) for layer in range(spec.n_layers))
-        else:
+        elif role in MODEL_WEIGHT_KEYS:
             yield role, MODEL_WEIGHT_KEYS[role]
 
 
@@ -272,7 +273,8 @@ def formats_of_program(program: MegakernelProgram, dtype: DType) -> WeightFormat
     for role in MATRICES:
         key = layer_weight_key(role, 0) if role in LAYER_WEIGHT_KEYS else MODEL_WEIGHT_KEYS[role]
         codes, scales = held.get(codes_of(key)), held.get(scales_of(key))
-        found[role] = None
+        if key in held:
+            found[role] = None
         if codes is not None and scales is not None:
             shapes = (codes.shape[0], codes.shape[1]), (scales.shape[0], scales.shape[1])
             found[role] = _format_of(codes.dtype, *shapes, zeros_of(key) in held, scales.dtype, dtype)

@@ -16,6 +16,7 @@ from flywheel.plan.kernels import HEAD_DIMS, USUAL_HEAD_DIMS
 _K = InstructionKind
 
 GELU_MUL: Final = "GELU_MUL"
+LAYERNORM: Final = "LAYERNORM"
 NORM_OFFSET: Final = "NORM_OFFSET"
 EMBED_SCALE: Final = "EMBED_SCALE"
 PRODUCT_SCALE: Final = "PRODUCT_SCALE"
@@ -31,6 +32,7 @@ _USUAL: Final = frozenset(HEADS[size] for size in USUAL_HEAD_DIMS)
 
 FEATURES: Final = (
     GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, *HEADS.values(),
+    LAYERNORM,
 )  # fmt: skip
 """All of them. `macros_of` has their macros."""
 
@@ -66,6 +68,8 @@ def _of_recipe(recipe: Recipe) -> frozenset[str]:
 def _of_step(op: InstructionKind, params: Mapping[str, Any]) -> Iterator[str]:
     if op is _K.GELU_MUL:
         yield GELU_MUL
+    if op is _K.LAYERNORM:
+        yield LAYERNORM
     if op is _K.RMSNORM and params.get("w_offset", 0) != 0:
         yield NORM_OFFSET
     if op is _K.EMBED and "scale" in params:

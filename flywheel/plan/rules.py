@@ -181,8 +181,12 @@ def _take_residual(draft: Draft, place: int) -> None:
 
 
 def _take_gate(draft: Draft, place: int) -> None:
-    """Let the product of the up projection apply the gate, a scratch value."""
+    """Let the product of the up projection apply the gate, a scratch value; or the activation that no gate has."""
     step = draft.steps[place]
+    if len(step.args) == 1:
+        if _takes(draft, step, step.args[0]):
+            _absorb(draft, place, step.args[0], Epilogue.GELU, ABSENT)
+        return
     gate, product = step.args
     if draft.made(gate) is not None and gate != product and _takes(draft, step, product):
         _absorb(draft, place, product, Epilogue[step.op.name], gate)

@@ -40,6 +40,8 @@ class Epilogue(IntEnum):
     """silu(other) * product, `other` being a scratch result (the gate)."""
     GELU_MUL = 3
     """gelu(other) * product, with tanh; `other` as of SILU_MUL."""
+    GELU = 4
+    """gelu(product), with tanh."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,9 +132,8 @@ def bytes_read(weights: FusedWeights) -> int:
     table, parts = weights.embed, []
     for each in chain(*weights.layers, weights.epilogue):
         parts += [*(() if each.matrix is None else parts_of(each.matrix)), *each.tensors]
-    if all(part.data_ptr() != table.data_ptr() for part in parts):
-        parts.append(table[0])
-    return sum(part.nbytes for part in parts)
+    held = {part.data_ptr(): part.nbytes for part in parts}  # several calls may share a norm's weight
+    return sum(held.values()) + (0 if table.data_ptr() in held else table[0].nbytes)
 
 
 def _coded(weights: Weights, key: str) -> Coded:

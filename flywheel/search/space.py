@@ -65,8 +65,8 @@ _FUSED: Final = MappingProxyType(
         ("fuse.attention", 4): "k_norm k_rope k_append v_append q_norm q_rope attention",
         ("fuse.out", 1): "o_proj attn_add",
         ("fuse.out", 2): "attn_combine o_proj attn_add",
-        ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul gelu_mul gelu",
-        ("fuse.mlp_in", 2): "mlp_norm gate_proj up_proj silu_mul gelu_mul gelu",
+        ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul gelu_mul",
+        ("fuse.mlp_in", 2): "mlp_norm gate_proj up_proj silu_mul gelu_mul",
         ("fuse.down", 1): "down_proj mlp_add",
         ("fuse.head", 1): "final_norm lm_head",
     }

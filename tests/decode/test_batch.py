@@ -24,6 +24,7 @@ from flywheel.ir import (
 )
 from flywheel.ir.access import multi_row_buffers
 from flywheel.judge.verdicts import Judge, make_judge
+from flywheel.lowering.fusion import COMBINE
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.rope import RopeScaling, YarnRope
@@ -40,6 +41,14 @@ SPECS: Final = {
     "mistral": DecoderSpec("small", "mistral", 48, 80, 1, 2, 1, 16, 70, 1e4, 1e-5, 64),
     "qwen2": DecoderSpec("small", "qwen2", 48, 80, 2, 4, 4, 16, 70, 1e4, 1e-6, 64, tied_head=True, qkv_bias=True),
     "qwen3": DecoderSpec("small", "qwen3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, qk_norm=True),
+    "cohere2": DecoderSpec(
+        "small", "cohere2", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64, norm="layer", norms="shared", logits_scale=0.25,
+        window=64, windowed=(True, False), nope_full=True,
+    ),
+    "starcoder2": DecoderSpec(
+        "small", "starcoder2", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64, qkv_bias=True, o_bias=True, mlp_bias=True,
+        norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",
+    ),
     "smollm3": DecoderSpec(
         "small", "smollm3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, nope_every=2, qkv_bias=True, o_bias=True,
         mlp_bias=True,
@@ -51,7 +60,7 @@ SPECS: Final = {
 FUSED: Final = [
     ["attn_norm", "q_proj", "k_proj", "v_proj"],
     ["q_rope", "k_rope", "k_append", "v_append", "attention"],
-    ["mlp_norm", "gate_proj", "up_proj", "silu_mul"],
+    ["mlp_norm", "gate_proj", "up_proj", "silu_mul", "gelu_mul"],
     ["down_proj", "mlp_add"],
     ["final_norm", "lm_head"],
 ]
@@ -69,7 +78,10 @@ TARGET: Final = replace(TARGETS["h100"], name="few", num_sms=6)
 def lowered(
     family: str = "qwen3", config: str = "fused", batch: int = 4, dtype: DType = DType.F32
 ) -> MegakernelProgram:
-    return lower(decode_step(SPECS[family], CONTEXT, dtype, batch), CONFIGS[config], TARGET)
+    graph, own = decode_step(SPECS[family], CONTEXT, dtype, batch), CONFIGS[config]
+    there = {op.name for block in graph.blocks for op in block.ops} | {COMBINE}
+    fused = [[name for name in names if name in there] for names in own.fusion_grouping]
+    return lower(graph, replace(own, fusion_grouping=fused), TARGET)
 
 
 def session_of(

@@ -36,6 +36,10 @@ SPECS: Final = {
     "mistral": DecoderSpec("small", "mistral", 48, 80, 1, 2, 1, 16, 12, 1e4, 1e-5, 64),
     "qwen2": DecoderSpec("small", "qwen2", 48, 80, 2, 4, 4, 16, 12, 1e4, 1e-6, 64, tied_head=True, qkv_bias=True),
     "qwen3": DecoderSpec("small", "qwen3", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, qk_norm=True),
+    "cohere2": DecoderSpec(
+        "small", "cohere2", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-5, 64, norm="layer", norms="shared", window=64,
+        windowed=(True, False), nope_full=True,
+    ),
     "smollm3": DecoderSpec("small", "smollm3", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, nope_every=2),
 }
 """Few tokens, so that texts repeat themselves."""

@@ -28,6 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "smollm3": {"nope_every": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "cohere2": {"norms": "shared", "logits_scale": 0.5},
+    "starcoder2": {"norm": "layer", "gated": False, "o_bias": True, "mlp_bias": True},
 }
 
 

@@ -26,9 +26,13 @@ FAMILIES = {
     "phi3": replace(SMALL, rope_scaling=LongRope((1.0,) * 6, (1.5,) * 6, 20, 1.25), rotary_dim=12),
     "qwen2": replace(SMALL, qkv_bias=True),
     "qwen3": replace(SMALL, qk_norm=True),
+    "cohere2": replace(SMALL, family="cohere2", norm="layer", norms="shared", window=128, windowed=(True, False),
+                       nope_full=True),
+    "starcoder2": replace(SMALL, family="starcoder2", norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",
+                          o_bias=True, mlp_bias=True),
     "smollm3": replace(SMALL, family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True),
     "a query head a KV head": replace(SMALL, n_kv_heads=4),
-}
+}  # fmt: skip
 NEAR = {DType.F32: 2e-5, DType.BF16: 0.06}
 """Of the largest element. In half types a whole step's roundings pile up, differently in each of the two."""
 

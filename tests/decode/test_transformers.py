@@ -53,7 +53,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias")
+SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias", "norm.bias")
 LONG_ROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0] * 8,
@@ -64,6 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
     "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
     "llama-biased": ("Llama", dict(SIZES, attention_bias=True, mlp_bias=True, intermediate_size=128)),
+    "cohere": ("Cohere", dict(SIZES, logit_scale=0.8, tie_word_embeddings=False)),
+    "cohere2": ("Cohere2", dict(SIZES, logit_scale=0.8, sliding_window=CONTEXT, num_hidden_layers=4)),
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
@@ -75,6 +77,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                         logits_scaling=0.8),
     ),
     "olmo2": ("Olmo2", dict(SIZES)),
+    "starcoder2": ("Starcoder2", dict(SIZES, intermediate_size=256, num_key_value_heads=4)),
     "smollm3": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, tie_word_embeddings=False)),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
@@ -102,7 +105,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
             for name, parameter in model.named_parameters():
                 deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
                 deviation = 0.03 if name.endswith(SMALL) else deviation
-                mean = 1.0 if "norm" in name else 0.0
+                mean = 1.0 if name.endswith("norm.weight") else 0.0
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
         precision = TORCH_DTYPES[DTYPES[dtype]]
         model.to(precision).save_pretrained(tmp_path)

@@ -35,8 +35,19 @@ SPECS = {
     "phi3": DecoderSpec(
         "phi3", "phi3", 128, 256, 2, 4, 2, 64, 520, 1e4, 1e-5, 512, rope_scaling=YarnRope(4.0, 64, 1.25), rotary_dim=48,
     ),
+    "cohere2": DecoderSpec(
+        "cohere2", "cohere2", 128, 256, 4, 4, 2, 64, 520, 1e5, 1e-5, 512, tied_head=True, norm="layer", norms="shared",
+        logits_scale=0.25, window=512, windowed=(True, True, True, False), nope_full=True,
+    ),
+    "starcoder2": DecoderSpec(
+        "starcoder2", "starcoder2", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, qkv_bias=True, o_bias=True,
+        mlp_bias=True, norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",
+    ),
 }  # fmt: skip
-FEATURES = {"granite": ("EMBED_SCALE", "PRODUCT_SCALE"), "olmo2": (), "phi3": ("ROPE_SCALE",)}
+FEATURES = {
+    "granite": ("EMBED_SCALE", "PRODUCT_SCALE"), "olmo2": (), "phi3": ("ROPE_SCALE",),
+    "cohere2": ("PRODUCT_SCALE", "LAYERNORM"), "starcoder2": ("GELU_MUL", "LAYERNORM"),
+}  # fmt: skip
 WORKS = [(name, dtype, choice) for name in SPECS for dtype in (DType.BF16, DType.F32) for choice in (0, 1)]
 
 

@@ -36,7 +36,7 @@ SPECIFIED = {
     "SAMPLE_ARGMAX": (1, 1, 1, 1, ()),
     "ATTENTION_COMBINE": (2, 8, 1, 1, ()),
     "FUSED": (1, 8, 1, 4, ("recipe",)),
-    "GELU_MUL": (2, 2, 1, 1, ()),
+    "GELU_MUL": (1, 2, 1, 1, ()),
 }
 
 

@@ -38,6 +38,10 @@ PUBLISHED_PARAMETERS = {
     "olmo2-1b": 1_484_916_736,
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
+    "command-r7b": 8_028_033_024,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
 }
 
 MINIMAL = {
@@ -112,7 +116,7 @@ def test_an_unknown_name_is_answered_with_the_closest(asked: str, closest: str) 
 
 @pytest.mark.parametrize("asked", ["", "zzzzzz", "a\0b", "x" * 10_000])
 def test_a_name_like_no_other_is_answered_with_all(asked: str) -> None:
-    with pytest.raises(UnknownNameError, match=r"known: glm-4-32b-0414, .*smollm2-135m"):
+    with pytest.raises(UnknownNameError, match=r"known: command-r7b, .*smollm2-135m"):
         resolve_model(asked)
 
 

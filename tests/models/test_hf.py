@@ -81,11 +81,31 @@ SMOLLM3_3B: Config = json.loads("""
  "sliding_window": null, "torch_dtype": "bfloat16", "use_cache": false, "use_sliding_window": false,
  "vocab_size": 128256}
 """) | {"no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}
+COMMAND_R7B: Config = json.loads("""
+{"architectures": ["Cohere2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 5,
+ "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+ "initializer_range": 0.02, "intermediate_size": 14336, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25,
+ "max_position_embeddings": 132096, "model_type": "cohere2", "num_attention_heads": 32, "num_hidden_layers": 32,
+ "num_key_value_heads": 8, "order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0,
+ "position_embedding_type": "rope_gptj", "rope_scaling": null, "rope_theta": 50000, "rotary_pct": 1.0,
+ "sliding_window": 4096, "sliding_window_pattern": 4, "torch_dtype": "bfloat16", "use_cache": true,
+ "use_embedding_sharing": true, "use_gated_activation": true, "use_parallel_block": true,
+ "use_parallel_embedding": false, "use_qk_norm": false, "vocab_size": 256000}
+""")
+STARCODER2_7B: Config = json.loads("""
+{"architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 0, "embedding_dropout": 0.0,
+ "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 4608, "initializer_range": 0.018042,
+ "intermediate_size": 18432, "max_position_embeddings": 16384, "mlp_type": "default", "model_type": "starcoder2",
+ "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 36, "num_hidden_layers": 32,
+ "num_key_value_heads": 4, "residual_dropout": 0.0, "rope_theta": 1000000, "sliding_window": 4096,
+ "torch_dtype": "float32", "use_bias": true, "use_cache": true, "vocab_size": 49152}
+""")
 QWEN3_8B = QWEN3_06B | {
     "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36, "num_attention_heads": 32,
     "num_hidden_layers": 36, "tie_word_embeddings": False,
 }  # fmt: skip
 LLAMA3_ROPE = LLAMA32_1B["rope_scaling"]
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def without(config: Config, *fields: str) -> Config:
@@ -112,6 +132,8 @@ def refused(config: object) -> str:
         ("qwen3-8b", QWEN3_8B),
         ("smollm2-135m", SMOLLM2_135M),
         ("smollm3-3b", SMOLLM3_3B),
+        ("command-r7b", COMMAND_R7B),
+        ("starcoder2-7b", STARCODER2_7B),
     ],
 )
 def test_a_published_config_is_the_catalogs_spec(name: str, config: Config, tmp_path: Path) -> None:
@@ -119,6 +141,15 @@ def test_a_published_config_is_the_catalogs_spec(name: str, config: Config, tmp_
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     assert load_spec(directory) == load_spec(directory / "config.json") == CATALOG[name]
+
+
+def test_layers_without_a_window_have_no_rope_however_wide_the_window_is() -> None:
+    for changes in ({}, {"max_position_embeddings": 2048}, {"layer_types": [SLIDING, FULL] * 16}):
+        spec = spec_from_config(COMMAND_R7B | changes, "command")
+        kinds = changes.get("layer_types", [SLIDING, SLIDING, SLIDING, FULL] * 8)
+        assert [spec.rope_of(layer) is not None for layer in range(32)] == [kind == SLIDING for kind in kinds]
+    alike = spec_from_config(COMMAND_R7B | {"layer_types": [FULL] * 32}, "command")
+    assert alike.reach == 132096 and not any(map(alike.rope_of, range(32)))
 
 
 def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
@@ -202,6 +233,13 @@ def test_fields_that_leave_the_arithmetic_alone_are_ignored(extra: Config) -> No
         (SMOLLM3_3B, "no_rope_layers", [1, 1, 1, 0] * 8),
         (SMOLLM3_3B, "no_rope_layers", ["1"] * 36),
         (SMOLLM3_3B, "no_rope_layers", "all"),
+        (COMMAND_R7B, "use_qk_norm", True),
+        (COMMAND_R7B, "order_of_interleaved_layers", "global_attn_first"),
+        (COMMAND_R7B, "sliding_window_pattern", 0),
+        (COMMAND_R7B, "layer_types", ["full_attention"] * 31),
+        (COMMAND_R7B, "logit_scale", None),
+        (STARCODER2_7B, "hidden_act", "gelu"),
+        (STARCODER2_7B, "use_bias", 1),
         (without(SMOLLM3_3B, "no_rope_layers"), "no_rope_layer_interval", 0),
         (without(SMOLLM3_3B, "no_rope_layers"), "no_rope_layer_interval", True),
         (LLAMA3_8B, "model_type", "gpt2"),

@@ -52,7 +52,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias")
+SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias", "norm.bias")
 LONG_ROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
@@ -68,11 +68,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, head_dim=32),
     ),
     "llama-biased": ("Llama", dict(SIZES, attention_bias=True, mlp_bias=True)),
+    "cohere": ("Cohere", dict(SIZES, logit_scale=0.8)),
+    "cohere2": ("Cohere2", dict(SIZES, logit_scale=0.8, sliding_window=CONTEXT, num_hidden_layers=4)),
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
     "mistral-windowed": ("Mistral", dict(SIZES, sliding_window=CONTEXT)),
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
     "qwen3-tied": ("Qwen3", dict(SIZES, head_dim=16, tie_word_embeddings=True)),
+    "starcoder2": ("Starcoder2", dict(SIZES, intermediate_size=256, num_key_value_heads=4)),
+    "starcoder2-plain": ("Starcoder2", dict(SIZES, use_bias=False, num_key_value_heads=4)),
     "smollm3": ("SmolLM3", dict(SIZES, num_hidden_layers=5)),
     "smollm3-untied": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
     "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
@@ -108,7 +112,7 @@ def build(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards:
         for name, parameter in model.named_parameters():
             deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
             deviation = 0.03 if name.endswith(SMALL) else deviation
-            mean = 1.0 if "norm" in name else 0.0
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
     model.to(dtype).save_pretrained(folder, max_shard_size=shards)
     return kind.from_pretrained(folder, dtype=dtype).eval()

@@ -46,6 +46,10 @@ SPECS = (
     dataclasses.replace(
         LLAMA, name="smollm3", family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True
     ),
+    dataclasses.replace(LLAMA, name="cohere2", family="cohere2", norm="layer", norms="shared", logits_scale=0.5),
+    dataclasses.replace(
+        LLAMA, name="starcoder2", family="starcoder2", norm="layer", norm_bias=True, gated=False, activation="gelu_tanh"
+    ),
     dataclasses.replace(LLAMA, name="odd", hidden=72, intermediate=104, n_heads=3, n_kv_heads=1, head_dim=24),
 )
 
@@ -297,7 +301,7 @@ def test_a_step_launches_one_product_for_qkv_and_one_for_gate_and_up_and_copies_
     with Counting() as counting, torch.no_grad():
         decoder.forward(40)
     turned = sum(map(spec.has_rope, range(spec.n_layers))) * (1 + spec.qk_norm)
-    wanted = {"mm": 4, "silu": 1, "add.Tensor": 2, "copy_": 2, "cat": 0, "clone": 0, "stack": 0}
+    wanted = {"mm": 4, "silu": int(spec.gated), "add.Tensor": 2, "copy_": 2, "cat": 0, "clone": 0, "stack": 0}
     biased = spec.qkv_bias + spec.o_bias + 2 * spec.mlp_bias
     if biased:
         wanted |= {"mm": 4 - biased, "addmm": biased}

@@ -9,12 +9,28 @@ from typing import Final
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.blocks import LayerWeight
-from flywheel.models.families import glm, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from flywheel.models.families import (
+    cohere,
+    cohere2,
+    glm,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from flywheel.models.family import Family
 from flywheel.models.spec import DecoderSpec, Shape, model_weight_shapes
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
-    {each.FAMILY.name: each.FAMILY for each in (llama, mistral, qwen2, qwen3, smollm3, phi3, glm, granite, olmo2, glm4)}
+    {each.FAMILY.name: each.FAMILY for each in (
+        cohere, cohere2, glm, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3, starcoder2
+    )}
 )
 """`model_type` -> its family."""
 

@@ -134,6 +134,7 @@ typedef uint32_t amk_counter_t;
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2
 #define FW_EPILOGUE_GELU_MUL 3
+#define FW_EPILOGUE_GELU 4
 #define FW_SEGMENT_FRESH_X 1
 #define FW_SEGMENT_CONTINUES 2
 #define FW_SEGMENT_GOES_ON 4

@@ -228,19 +228,26 @@ __device__ __forceinline__ void prefetch_bytes(const char* from, long long bytes
     for (int at = lane_id() * LINE; at < count; at += WARP * LINE) prefetch_l2(from + at);
 }
 
+__device__ __forceinline__ bool is_norm(int op) {
+#ifdef FW_LAYERNORM
+    if (op == AMK_OP_LAYERNORM) return true;
+#endif
+    return op == AMK_OP_RMSNORM;
+}
+
 // What a task will read that does not come of this launch, while the task waits for what does: the rows of a KV cache,
 // all but the newest, and the weights of its norms.
 __device__ __forceinline__ void prefetch_operands(const TaskSlot& task) {
     const amk_instruction_t& instruction = task.instruction;
     const int lane = lane_id(), op = lane < instruction.n_steps ? task.steps[lane].op : AMK_OP_NOP;
-    const bool norms = op == AMK_OP_RMSNORM && !(instruction.flags & FW_INSTRUCTION_X_STAGED);
+    const bool norms = is_norm(op) && !(instruction.flags & FW_INSTRUCTION_X_STAGED);
     for (uint32_t left = __ballot_sync(~0u, norms || op == AMK_OP_ATTENTION_TILE); left != 0; left &= left - 1) {
         const amk_step_t& step = task.steps[__ffs(left) - 1];
         for (int arg = 1; arg < step.n_args; arg++) {
             if (step.args[arg] >= FW_RESULT_REF) continue;
             const Operand& operand = task.inputs[step.args[arg]];
             const int element = element_bytes(operand.dtype);
-            if (step.op == AMK_OP_RMSNORM) {
+            if (is_norm(step.op)) {
                 prefetch_bytes(operand.ptr, static_cast<long long>(operand.numel) * element);
             } else if (arg <= 2) {
                 const long long row = step.params.n_kv_heads * step.params.head_dim * element;

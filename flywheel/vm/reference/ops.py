@@ -106,8 +106,9 @@ def silu_mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def gelu_mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """gelu(gate) * up, with tanh."""
-    store(out, functional.gelu(flat(inputs[0]), approximate="tanh") * flat(inputs[1]))
+    """gelu(gate) [* up], with tanh."""
+    made = functional.gelu(flat(inputs[0]), approximate="tanh")
+    store(out, made * flat(inputs[1]) if len(inputs) > 1 else made)
 
 
 def gelu(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:

@@ -49,6 +49,15 @@ __device__ __forceinline__ float gate_of(int epilogue, float x) {
     return epilogue == FW_EPILOGUE_SILU_MUL ? silu(x) : 1.0f;
 }
 
+// Whether an epilogue takes in another operand, and whether it is one of the usual case.
+#ifdef FW_GELU_MUL
+#define FW_JOINS(epilogue) ((epilogue) != FW_EPILOGUE_NONE && (epilogue) != FW_EPILOGUE_GELU)
+#define FW_IS_QUICK(epilogue) && (epilogue) != FW_EPILOGUE_GELU
+#else
+#define FW_JOINS(epilogue) (epilogue) != FW_EPILOGUE_NONE
+#define FW_IS_QUICK(epilogue)
+#endif
+
 // The usual case: a unit without a bias and of few partials, of which no best logit is kept. What everybody waits for takes few
 // instructions, for they come from far: all that can be known before the sums are there is made before.
 struct QuickUnit {
@@ -104,7 +113,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
     const int n_off = vm.n_off(step), n_tile = vm.n_tile(step);
     const int start = step.flags & FW_STEP_INDEX_FROM_ZERO ? 0 : n_off;  // column of out that the tile begins at
     const int pitch = step.flags & FW_STEP_INDEX_FROM_ZERO ? n_tile : out.numel / rows;
-    const Operand other = epilogue != FW_EPILOGUE_NONE ? vm.operand(step.as.product.epilogue_arg) : out;
+    const Operand other = FW_JOINS(epilogue) ? vm.operand(step.as.product.epilogue_arg) : out;
     const int other_start = epilogue == FW_EPILOGUE_ADD ? n_off : 0;
     const int other_pitch = epilogue == FW_EPILOGUE_ADD ? other.numel / rows : n_tile;
     const Operand* bias = step.n_args > 2 ? &vm.arg(step, 2) : nullptr;
@@ -117,7 +126,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
     const float* const row_scales = row_scales_of(vm, step);
     const auto row_scale = [&](int column) { return row_scales != nullptr ? load_element(row_scales + n_off + column) : 1.0f; };
     const bool sending = sends(vm, step);
-    const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS;
+    const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS FW_IS_QUICK(epilogue);
     const int slot_pitch = rows * PARTIAL_ROWS;
     int first_column = (n_off / 16 + done) * 16 - n_off, left = (n_off + n_tile + 15) / 16 - n_off / 16 - done;
 #pragma unroll 1
@@ -126,7 +135,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         Unit unit(first_unit, rows, first_column, row);
         const auto inside = [&](const Unit& u) { return u.number < units && u.column >= 0 && u.column < n_tile; };
         const auto operand = [&](const Unit& u) {  // of the epilogue; loaded before it is needed
-            const bool needed = epilogue != FW_EPILOGUE_NONE && inside(u);
+            const bool needed = FW_JOINS(epilogue) && inside(u);
             return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
         float extra = operand(unit);
@@ -180,6 +189,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
 #ifdef FW_GELU_MUL
                 if (epilogue == FW_EPILOGUE_GELU_MUL) value *= gelu_tanh(extra);
+                if (epilogue == FW_EPILOGUE_GELU) value = gelu_tanh(value);
 #endif
                 store(out, unit.m * pitch + start + unit.column, value);
                 if (keeps_best) best.see(value, n_off + unit.column);
