@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -117,15 +118,16 @@ def _llama3() -> Files:
             "special_tokens_map.json": {"bos_token": _added("<|begin|>"), "eos_token": "<|im_end|>"}}  # fmt: skip
 
 
-def _sentencepiece(**sections: Any) -> dict[str, Any]:
-    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehilmnorstuwx'12"]
+def _sentencepiece(names: Sequence[str] = ("<unk>", "<s>", "</s>"), **sections: Any) -> dict[str, Any]:
+    letters = ["▁", "\n\n", *"abcdehilmnorstuwx'12"]
+    first = [*names, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     pieces = ["he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "▁▁", "ab", "us", "er"]
     merges = ["h e", "l l", "he ll", "hell o", "▁ hello", "▁ w", "o r", "▁w or", "▁ ▁", "a b", "u s", "e r"]
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     backward = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return _document(
-        [*first, *pieces], merges, ["<unk>", "<s>", "</s>"],
+        [*first, *pieces], merges, names,
         **{"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replaced]},
            "pre_tokenizer": None, "post_processor": _begins("<s>", 1),
            "decoder": {"type": "Sequence", "decoders": [backward, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]},
@@ -204,9 +206,109 @@ def _bare() -> Files:
             "special_tokens_map.json": {}, "added_tokens.json": {}, "config.json": {"model_type": "llama"}}  # fmt: skip
 
 
-FAMILIES: Final = {
+def _gemma(kind: str, images: bool = False) -> Files:
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    backward = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    document = _sentencepiece(
+        names, normalizer=replaced, post_processor=_begins("<bos>", 2),
+        pre_tokenizer={**_split(""), "pattern": {"String": " "}, "behavior": "MergedWithPrevious"},
+        decoder={"type": "Sequence", "decoders": [backward, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+    )  # fmt: skip
+    numbers = document["model"]["vocab"]
+    document["added_tokens"] += [_added(text, numbers[text], special=False) for text in ("\n\n", "▁▁")]
+    settings = {"add_bos_token": True, "add_eos_token": False, "added_tokens_decoder": _decoder_of(document),
+                "bos_token": "<bos>", "chat_template": _OTHER, "clean_up_tokenization_spaces": False,
+                "eos_token": "<eos>", "model_max_length": _NONE, "pad_token": "<pad>", "sp_model_kwargs": {},
+                "spaces_between_special_tokens": False, "tokenizer_class": "GemmaTokenizer", "unk_token": "<unk>",
+                "use_default_system_prompt": False}  # fmt: skip
+    if not images:
+        settings |= {"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]}
+    else:
+        settings |= {"extra_special_tokens": {"image_token": "<image_soft_token>"}, "image_token": "<image_soft_token>",
+                     "processor_class": "Gemma3Processor", "sp_model_kwargs": None}  # fmt: skip
+    return {"config.json": {"model_type": kind}, "tokenizer.json": document, "tokenizer_config.json": settings,
+            "special_tokens_map.json": {"bos_token": _added("<bos>"), "eos_token": "<eos>"}}  # fmt: skip
+
+
+def _phi3() -> Files:
+    document = _sentencepiece()
+    first = max(document["model"]["vocab"].values()) + 1
+    document["added_tokens"][2] |= {"rstrip": True, "special": False}
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    document["added_tokens"] += [_added(token, first + place, rstrip=place > 0) for place, token in enumerate(names)]
+    settings = {"add_bos_token": False, "add_eos_token": False, "added_tokens_decoder": _decoder_of(document),
+                "bos_token": "<s>", "chat_template": _CHATML, "clean_up_tokenization_spaces": False,
+                "eos_token": "<|endoftext|>", "legacy": False, "model_max_length": 131072,
+                "pad_token": "<|endoftext|>", "padding_side": "left", "sp_model_kwargs": {},
+                "tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}  # fmt: skip
+    return {"config.json": {"model_type": "phi3"}, "tokenizer.json": document, "tokenizer_config.json": settings,
+            "added_tokens.json": {"<|im_end|>": first + 2}}  # fmt: skip
+
+
+def _bytes(kind: str, named: str | None, words: Sequence[Any], **changes: Any) -> Files:
+    """A tokenizer of bytes whose class is `named`, with `words` in front of the letters, and ChatML's tokens behind."""
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|new|>"]
+    document = _document(_letters(), _MERGES, names, pre_tokenizer=_sequence(*words))
+    for each in document["added_tokens"][1:3]:
+        each |= {"lstrip": True, "rstrip": True} if changes.get("strip") else {}
+    document["added_tokens"][3]["special"] = False
+    document |= changes.get("document", {})
+    settings = {"added_tokens_decoder": _decoder_of(document), "bos_token": "<|endoftext|>", "chat_template": _CHATML,
+                "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "model_max_length": 16384,
+                "pad_token": "<|endoftext|>", "tokenizer_class": named, "unk_token": "<|endoftext|>",
+                **changes.get("settings", {})}  # fmt: skip
+    return {"config.json": {"model_type": kind}, "tokenizer.json": document, "tokenizer_config.json": settings}
+
+
+def _glm() -> Files:
+    first = len(_letters())
+    one = [{"SpecialToken": {"id": token, "type_id": 0}} for token in ("<|endoftext|>", "<|im_start|>")]
+    pieces = {token: {"id": token, "ids": [first + place], "tokens": [token]}
+              for place, token in enumerate(("<|endoftext|>", "<|im_start|>"))}  # fmt: skip
+    one.append({"Sequence": {"id": "A", "type_id": 0}})
+    starts = {"type": "TemplateProcessing", "single": one, "pair": [*one, {"Sequence": {"id": "B", "type_id": 1}}],
+              "special_tokens": pieces}  # fmt: skip
+    return _bytes(
+        "glm", "PreTrainedTokenizerFast", (_split(_LLAMA3), _level(use_regex=False)),
+        document={"post_processor": {"type": "Sequence", "processors": [_level(trim_offsets=False), starts]}},
+        settings={"bos_token": None, "do_lower_case": False, "extra_special_tokens": {}, "padding_side": "left",
+                  "remove_space": False, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]},
+    )  # fmt: skip
+
+
+def _cohere2() -> Files:
+    names = ["<PAD>", "<UNK>", "<CLS>", "<SEP>", "<MASK_TOKEN>", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"]
+    digits = {"type": "Digits", "individual_digits": True}
+    document = _document(
+        [*names, *_letters()], _MERGES, names, normalizer={"type": "NFC"}, pre_tokenizer=_sequence(digits, _level()),
+        post_processor=_begins("<BOS_TOKEN>", 5),
+    )  # fmt: skip
+    named = {"default": _OTHER, "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    settings = {"add_bos_token": True, "add_eos_token": False, "add_prefix_space": False,
+                "added_tokens_decoder": _decoder_of(document), "bos_token": "<BOS_TOKEN>", "cls_token": "<CLS>",
+                "chat_template": [{"name": name, "template": text} for name, text in named.items()],
+                "clean_up_tokenization_spaces": False, "eos_token": "<|END_OF_TURN_TOKEN|>", "legacy": True,
+                "mask_token": "<MASK_TOKEN>", "merges_file": None, "model_max_length": _NONE, "pad_token": "<PAD>",
+                "sep_token": "<SEP>", "sp_model_kwargs": {}, "spaces_between_special_tokens": False,
+                "tokenizer_class": "CohereTokenizerFast", "unk_token": None, "use_default_system_prompt": False,
+                "vocab_file": None}  # fmt: skip
+    return {"config.json": {"model_type": "cohere2"}, "tokenizer.json": document, "tokenizer_config.json": settings,
+            "special_tokens_map.json": {"bos_token": _added("<BOS_TOKEN>"), "cls_token": "<CLS>"}}  # fmt: skip
+
+
+_DIGITS: Final = ({"type": "Digits", "individual_digits": True}, _level())
+_WORDS: Final = (_split(_LLAMA3), _level(use_regex=False))
+
+FAMILIES: Final[Mapping[str, Callable[[], Files]]] = {
     "llama3": _llama3, "llama2": _llama2, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "smollm2": _smollm2,
-    "bare": _bare,
+    "bare": _bare, "gemma2": partial(_gemma, "llama"), "gemma3": partial(_gemma, "llama", images=True), "phi3": _phi3,
+    "phi4": partial(_bytes, "phi3", "GPT2Tokenizer", _WORDS, strip=True),
+    "granite": partial(_bytes, "granite", "GPT2Tokenizer", _DIGITS, settings={"add_prefix_space": False}),
+    "smollm3": partial(_bytes, "smollm3", "PreTrainedTokenizerFast", _WORDS, settings={"bos_token": None}),
+    "olmo2": partial(_bytes, "olmo2", "GPT2Tokenizer", _WORDS), "glm": _glm,
+    "tekken": partial(_bytes, "mistral", "LlamaTokenizerFast", _WORDS), "cohere2": _cohere2,
+    "starcoder2": partial(_bytes, "starcoder2", "GPT2Tokenizer", _DIGITS, settings={"vocab_size": 49152}),
 }  # fmt: skip
 
 _MARKED: Final = {"__type": "AddedToken", **_added("<|new|>", special=False, lstrip=True)}
@@ -228,8 +330,8 @@ _CHANGES: Final[Mapping[str, Mapping[str, Sequence[Any]]]] = {
                                  {"3": _added("hello", special=False, normalized=True)}),
         "tokenizer_class": ("LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "GPT2TokenizerFast",
                             "Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", "PreTrainedTokenizer",
-                            "TokenizersBackend", "BertTokenizer", "T5TokenizerFast", "CohereTokenizerFast", "Nonsense",
-                            None, "", 5),
+                            "TokenizersBackend", "BertTokenizer", "T5TokenizerFast", "CohereTokenizerFast",
+                            "GemmaTokenizerFast", "Nonsense", None, "", 5),
         "add_bos_token": (True, False, None, "x"), "add_eos_token": (True, False),
         "add_prefix_space": (True, False, None, "x"), "legacy": (True, False, None),
         "split_special_tokens": (True, False, None, 1), "clean_up_tokenization_spaces": (True, False, None),
@@ -260,7 +362,7 @@ _CHANGES: Final[Mapping[str, Mapping[str, Sequence[Any]]]] = {
     "added_tokens.json": {"<|new|>": (400, 7, "x", None, 2.5), "hello": (300,), "<s>": (1,), "": (401,),
                           "<|alone|>": (399,)},
     "config.json": {
-        "model_type": ("llama", "mistral", "qwen2", "qwen3", "", "gemma"),
+        "model_type": ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "", "gemma"),
         "tokenizer_class": ("LlamaTokenizer", "GPT2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast",
                             "BertTokenizer"),
     },

@@ -25,6 +25,10 @@ JOINED_MLP: Final = ("gate_up_proj", ("gate_proj", "up_proj"))
 """For `Family.joined`, of checkpoints with one matrix of gate and up."""
 
 
+AS_SAVED: Final = "TokenizersBackend"
+"""For `Family.tokenizer`: the class that takes tokenizer.json as it is."""
+
+
 def usual_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
     """The operations of each layer: layers differ by their RoPE and their window alone."""
     kinds = [(spec.rope_of(layer), spec.window_of(layer)) for layer in range(spec.n_layers)]
@@ -63,6 +67,10 @@ class Family:
     interleaved: bool = False
     """A checkpoint stores the elements of a pair that RoPE turns side by side."""
     tied_head: bool = False
+    tokenizer: str | None = AS_SAVED
+    """The class that transformers takes for its tokenizers; None where it takes the one that their files name."""
+    tokenizer_wins: bool = False
+    """Whether that class goes before a name in the files, as AS_SAVED always does."""
     sliding_window: int | None = None
     window_needs_flag: bool = False
     """sliding_window counts only with use_sliding_window."""

@@ -1,7 +1,7 @@
 """The classes of tokenizers: which one transformers takes for a model, and those that build their parts anew.
 
-Source: huggingface/transformers, `models/auto/tokenization_auto.py` and `models/{llama,qwen2,gpt2}/tokenization_*.py`,
-release 5.
+Source: huggingface/transformers, `models/auto/tokenization_auto.py` and
+`models/{cohere,gemma,gpt2,llama,qwen2}/tokenization_*.py`, release 5.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from flywheel.errors import TokenizerError
+from flywheel.models.families import FAMILIES
+from flywheel.models.family import AS_SAVED
 from flywheel.models.tokenizer_files import MODEL, SETTINGS, TOKENIZER, object_of
 
 _Given = dict[str, Any]
 
-_KINDS: Final = (None, "", "llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` whose tokenizer classes are known here."""
-_PLAIN: Final = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
+_PLAIN: Final = (AS_SAVED, "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
 """Names of `tokenizer_class`, without "Fast", that take tokenizer.json as it is."""
 
 
@@ -34,7 +34,8 @@ class Rebuilt:
     build: Callable[[_Given, BPE], Tokenizer]
     model: Mapping[str, Any]
     defaults: Mapping[str, str | None]
-    adds_again: bool = False
+    adds_again: Callable[[str | AddedToken], AddedToken] | None = None
+    """What it adds again of each special token, as special."""
     space: bool | None = None  # add_prefix_space where the settings do not say; null is not allowed beside False
 
 
@@ -47,13 +48,15 @@ def rebuilt_class(folder: Path, settings: _Given, text: str) -> Rebuilt | None:
     name = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if name is not None and not isinstance(name, str):
         raise TokenizerError(file, "tokenizer_class: is no name")
-    if kind not in _KINDS:
+    if kind and str(kind) not in FAMILIES:
         raise TokenizerError(folder / MODEL, f"model_type: {str(kind)[:60]!r} has a tokenizer that is not known")
-    if kind == "mistral":
-        return None
+    family = FAMILIES.get(str(kind))
+    own = None if family is None else family.tokenizer
     bare = (name or "").removesuffix("Fast")
-    if kind == "qwen2" or (kind == "qwen3" and not bare):
-        return _REBUILT["Qwen2Tokenizer"]
+    if settings.get("tokenizer_class") == "" and bare in ("", own):  # a name that no class has
+        return None
+    if own is not None and (own == AS_SAVED or not bare or (family is not None and family.tokenizer_wins)):
+        return _REBUILT.get(own)
     if not bare or bare in _PLAIN or (bare == "LlamaTokenizer" and '"ByteLevel"' in text):
         return None
     if bare not in _REBUILT:
@@ -115,6 +118,24 @@ _QWEN2_WORDS: Final = (
 )
 
 
+def _gemma(given: _Given, model: BPE) -> Tokenizer:
+    fast = Tokenizer(model)
+    model.unk_token = str(given.get("unk_token", _GEMMA_TOKENS["unk_token"]))
+    fast.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous", invert=False)
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    return fast
+
+
+def _cohere(given: _Given, model: BPE) -> Tokenizer:
+    fast = Tokenizer(model)
+    fast.normalizer = normalizers.NFC()
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=bool(given.get("add_prefix_space")))
+    fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), letters])
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
 def _qwen2(given: _Given, model: BPE) -> Tokenizer:
     fast = Tokenizer(model)
     fast.decoder = decoders.ByteLevel()
@@ -133,6 +154,9 @@ def _gpt2(given: _Given, model: BPE) -> Tokenizer:
 
 
 _END: Final = "<|endoftext|>"
+_GEMMA_TOKENS: Final[Mapping[str, str | None]] = MappingProxyType(
+    {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "mask_token": "<mask>"}
+)
 _REBUILT: Final[Mapping[str, Rebuilt]] = MappingProxyType(
     {
         "LlamaTokenizer": Rebuilt(
@@ -141,11 +165,20 @@ _REBUILT: Final[Mapping[str, Rebuilt]] = MappingProxyType(
         ),
         "Qwen2Tokenizer": Rebuilt(
             _qwen2, {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False},
-            {"unk_token": _END, "eos_token": _END, "pad_token": _END}, adds_again=True,
+            {"unk_token": _END, "eos_token": _END, "pad_token": _END},
+            adds_again=lambda token: AddedToken(str(token), special=True),
         ),
         "GPT2Tokenizer": Rebuilt(
             _gpt2, {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False},
             {"unk_token": _END, "bos_token": _END, "eos_token": _END}, space=False,
+        ),
+        "GemmaTokenizer": Rebuilt(_gemma, {"fuse_unk": True, "byte_fallback": True}, _GEMMA_TOKENS),
+        "CohereTokenizer": Rebuilt(
+            _cohere, {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False},
+            {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>",
+             "pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>"},
+            adds_again=lambda token: AddedToken(token, special=True) if isinstance(token, str) else token,
+            space=False,
         ),
     }
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Builds a tokenizer from all of its files as transformers does, or refuses it by file and field.
 
-Two kinds of classes: most names of `tokenizer_class` take tokenizer.json as it is; three build normalizer,
+Two kinds of classes: most names of `tokenizer_class` take tokenizer.json as it is; some build normalizer,
 pre-tokenizer and decoder anew around its vocabulary. Special and added tokens of the other files come on top.
 Truncation and padding that were saved belong to somebody's call, and are reset. A stranger's files, so this runs in the
 tokenizer's process.
@@ -87,8 +87,8 @@ def load(folder: Path) -> Loaded:
     fast.encode_special_tokens = settings.get("split_special_tokens", False)
     named, extra = _special(folder, given)
     _add(fast, added, named, extra)
-    if made is not None and made.adds_again:
-        fast.add_tokens([AddedToken(each, special=True) for each in dict.fromkeys(map(str, [*named.values(), *extra]))])
+    if made is not None and made.adds_again is not None:
+        fast.add_special_tokens([made.adds_again(each) for each in (*named.values(), *extra)])
     if settings.get("clean_up_tokenization_spaces") and (settings.get(_CLEAN_BPE) or not isinstance(fast.model, BPE)):
         raise TokenizerError(
             folder / SETTINGS, "clean_up_tokenization_spaces: takes spaces from text that was shown already; set false"

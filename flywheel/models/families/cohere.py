@@ -24,5 +24,5 @@ def read(fields: Fields) -> dict[str, Any]:
 
 FAMILY: Final = Family(
     "cohere", "CohereForCausalLM", rope_theta=5e5, interleaved=True, tied_head=True, norm_eps=NORM_EPS,
-    biases=("attention_bias",), read=read, reads=("logit_scale", *_NEUTRAL),
+    biases=("attention_bias",), tokenizer="CohereTokenizer", read=read, reads=("logit_scale", *_NEUTRAL),
 )  # fmt: skip

@@ -50,5 +50,6 @@ def read(fields: Fields) -> dict[str, Any]:
 
 FAMILY: Final = Family(
     "cohere2", "Cohere2ForCausalLM", interleaved=True, tied_head=True, norm_eps=cohere.NORM_EPS, sliding_window=WINDOW,
-    biases=("attention_bias",), read=read, reads=(*cohere.FAMILY.reads, "sliding_window_pattern", *_NEUTRAL),
+    biases=("attention_bias",), tokenizer="CohereTokenizer", read=read,
+    reads=(*cohere.FAMILY.reads, "sliding_window_pattern", *_NEUTRAL),
 )  # fmt: skip

@@ -6,4 +6,4 @@ from typing import Final
 
 from flywheel.models.family import Family
 
-FAMILY: Final = Family("llama", "LlamaForCausalLM", biases=("attention_bias", "mlp_bias"))
+FAMILY: Final = Family("llama", "LlamaForCausalLM", biases=("attention_bias", "mlp_bias"), tokenizer=None)

@@ -8,5 +8,5 @@ from flywheel.models.family import WINDOW, WINDOW_FROM, Family
 
 FAMILY: Final = Family(
     "qwen2", "Qwen2ForCausalLM", n_kv_heads=32, sliding_window=WINDOW, window_needs_flag=True,
-    window_from=WINDOW_FROM, qkv_bias=True,
+    window_from=WINDOW_FROM, qkv_bias=True, tokenizer="Qwen2Tokenizer", tokenizer_wins=True,
 )  # fmt: skip

@@ -8,5 +8,5 @@ from flywheel.models.family import WINDOW, WINDOW_FROM, Family
 
 FAMILY: Final = Family(
     "qwen3", "Qwen3ForCausalLM", n_kv_heads=32, head_dim=128, sliding_window=WINDOW, window_needs_flag=True,
-    window_from=WINDOW_FROM, qk_norm=True, biases=("attention_bias",),
+    window_from=WINDOW_FROM, qk_norm=True, biases=("attention_bias",), tokenizer="Qwen2Tokenizer",
 )  # fmt: skip

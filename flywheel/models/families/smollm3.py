@@ -35,4 +35,5 @@ def read(fields: Fields) -> dict[str, Any]:
 FAMILY: Final = Family(
     "smollm3", "SmolLM3ForCausalLM", n_kv_heads=4, window_needs_flag=True, rope_theta=2e6, tied_head=True,
     biases=("attention_bias", "mlp_bias"), read=read, reads=("no_rope_layers", "no_rope_layer_interval"),
+    tokenizer=None,
 )  # fmt: skip

@@ -20,4 +20,5 @@ def read(fields: Fields) -> dict[str, Any]:
 FAMILY: Final = Family(
     "starcoder2", "Starcoder2ForCausalLM", n_kv_heads=2, tied_head=True, norm_eps=("norm_epsilon", 1e-5),
     activation="gelu_tanh", joined=(("c_fc", ("up_proj",)), ("c_proj", ("down_proj",))), read=read, reads=("use_bias",),
+    tokenizer="GPT2Tokenizer",
 )  # fmt: skip
