@@ -24,7 +24,7 @@ from flywheel.cli.decoding import (
 from flywheel.cli.files import announce_notes, load_config
 from flywheel.cli.options import command, json_option, ranks_option, sampling_options, store_option
 from flywheel.cli.text import duration, note, show_document, show_json
-from flywheel.decode.notes import notes_of_tokenizer
+from flywheel.decode.notes import notes_of_generation, notes_of_tokenizer
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.models.decoder import MAX_BATCH
@@ -105,7 +105,8 @@ def generate(
         )
         program = lowered.program
         request = _request(program, source, ids, max_tokens, tokenizer)
-        notes = (*notes_of_program(program, source, seed), *lowered.notes, *notes_of_tokenizer(tokenizer))
+        ways = notes_of_generation(source.folder, {**drawn, "do_sample": drawn["temperature"] > 0})
+        notes = (*notes_of_program(program, source, seed), *lowered.notes, *notes_of_tokenizer(tokenizer), *ways)
         announce_notes(notes)
         shown = _TokenPrinter(tokenizer, as_json) if stream else None
         generation = _run(program, source, request, device, sampling, verify, shown)
@@ -195,7 +196,7 @@ def _request(
 ) -> Request:
     """The request of a prompt, which ends at the model's own ends. Raises as `make_request`."""
     from flywheel.decode.interface import read_interface
-    from flywheel.models.tokenizer import end_ids
+    from flywheel.models.generation import end_ids
     from flywheel.runtime.sequences import make_request
 
     stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder, tokenizer)

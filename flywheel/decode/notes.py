@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flywheel.ir import DType
 from flywheel.models.catalog import unread_weights
+from flywheel.models.generation import recommended
 from flywheel.models.hf import foreign_fields
 from flywheel.models.schemes import Scheme
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # the first imports torch
 
 Code = Literal[
     "random-weights", "activations", "ignored-fields", "defaults", "schedule", "another-model", "another-program",
-    "tokenizer",
+    "tokenizer", "sampling",
 ]
 
 
@@ -63,6 +64,16 @@ def notes_of_tokenizer(tokenizer: Tokenizer | None) -> tuple[Note, ...]:
         return ()
     text = "the tokenizer_class splits some texts otherwise than tokenizer.json, as in transformers 5"
     return (Note("tokenizer", text),)
+
+
+def notes_of_generation(folder: Path | None, taken: Mapping[str, object]) -> tuple[Note, ...]:
+    """The note of what generation_config.json recommends for drawing tokens, beyond what is `taken`: by field of that
+    file, values that a command was given. Raises TokenizerError for a file that cannot be read."""
+    asked = () if folder is None else recommended(folder, taken)
+    if not asked:
+        return ()
+    text = f"generation_config.json recommends {', '.join(asked)}; only options and requests say how tokens are drawn"
+    return (Note("sampling", text),)
 
 
 def notes_of_defaults(settled: Mapping[str, object], asked: Mapping[str, object]) -> tuple[Note, ...]:

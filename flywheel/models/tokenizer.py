@@ -1,9 +1,7 @@
-"""Text to token ids and back, and the ids that end a text, from the files beside a checkpoint's weights.
+"""Text to token ids and back, by the files beside a checkpoint's weights.
 
 The files may come from a stranger. Whatever they hold, the answer is the requested one, a TokenizerError that names the
-file, or a RequestError that says what is wrong with the request. Source: huggingface/tokenizers;
-huggingface/transformers, `generation/configuration_utils.py` (`eos_token_id`); vLLM, `v1/engine/processor.py`, which
-also ends at the tokenizer's `eos_token`.
+file, or a RequestError that says what is wrong with the request. Source: huggingface/tokenizers.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import IO, Any, Final, Self
 from flywheel.children import start_child
 from flywheel.errors import RequestError, TokenizerError, UsageError
 from flywheel.installing import install_line
-from flywheel.models.tokenizer_files import GENERATION, MODEL, TOKENIZER, object_of
+from flywheel.models.tokenizer_files import TOKENIZER
 from flywheel.process import child_environment
 
 _READ_BYTES: Final = 2**16
@@ -203,21 +201,3 @@ def has_tokenizer(folder: Path) -> bool:
 def no_tokenizer(field: str) -> UsageError:
     """The error of a request's field that a model without a tokenizer cannot serve."""
     return UsageError(f"{field}: the model has no tokenizer; give token ids")
-
-
-def end_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Ids that end a text: `eos_token_id` of generation_config.json, else of config.json, and the end-of-text token of
-    the tokenizer.
-
-    Raises TokenizerError where an `eos_token_id` is neither an id nor a list of ids.
-    """
-    own = frozenset[int]() if tokenizer is None or tokenizer.end_id is None else frozenset([tokenizer.end_id])
-    for name in (GENERATION, MODEL):
-        given = (object_of(folder, name) or {}).get("eos_token_id")
-        if given is None:
-            continue
-        ids = given if isinstance(given, list) else [given]
-        if any(isinstance(number, bool) or not isinstance(number, int) for number in ids):
-            raise TokenizerError(folder / name, "eos_token_id is neither an integer nor a list of integers")
-        return own | frozenset(ids)
-    return own

@@ -15,9 +15,10 @@ from flywheel.installing import lacking
 from flywheel.ir import DType
 from flywheel.ir.files import is_bundle
 from flywheel.models.catalog import modules_of, resolve_model
+from flywheel.models.generation import end_ids
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer, no_tokenizer
+from flywheel.models.tokenizer import Tokenizer, has_tokenizer, no_tokenizer
 from flywheel.runtime.sequences import GREEDY, Sampling, Session, make_request
 from flywheel.serve.answers import Answer, Batch, Finish, Likely, Piece, Spelled, Speller
 from flywheel.serve.text import Streamer
@@ -69,7 +70,7 @@ class Decoder:
         close: Callable[[], None], notes: tuple[Note, ...] = (),
     ) -> None:  # fmt: skip
         """`folder` has the tokenizer and the ids of tokens that end a text."""
-        from flywheel.decode.notes import notes_of_tokenizer
+        from flywheel.decode.notes import notes_of_generation, notes_of_tokenizer
 
         self.name: Final = name
         self.schedule: Final = schedule
@@ -81,7 +82,7 @@ class Decoder:
         self._close = close
         self._folder = folder
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
-        self.notes: Final = (*notes, *notes_of_tokenizer(self._tokenizer))
+        self.notes: Final = (*notes, *notes_of_tokenizer(self._tokenizer), *notes_of_generation(folder, {}))
         self._stop_ids = frozenset[int]() if folder is None else end_ids(folder, self._tokenizer)
         self._batch = Batch(session, _no_texts if self._tokenizer is None else self._tokenizer.decode_each)
         self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)

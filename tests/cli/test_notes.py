@@ -127,6 +127,18 @@ def test_a_class_that_splits_otherwise_than_the_file_is_told(tmp_path: Path, run
         assert [each.code for each in decoder.notes].count("tokenizer") == 1
 
 
+def test_ways_to_draw_that_nobody_takes_are_told(tmp_path: Path, run: Run) -> None:
+    model = plain(tmp_path)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4], "top_k": 20, "temperature": 0.6}))
+    asked = ("--context", 8, "--prompt-ids", "1", "--max-tokens", 1, "--json")
+    result = run("generate", "--model", model, *asked)
+    assert result.stderr.count("generation_config.json recommends top_k 20, temperature 0.6; only options ") == 1
+    assert "sampling" in codes_of(json.loads(result.stdout))
+    assert "recommends top_k 20; " in run("generate", "--model", model, *asked, "--temperature", 0.6).stderr
+    with flywheel.Decoder.load(str(model), device="reference", context=8) as decoder:
+        assert [each.code for each in decoder.notes].count("sampling") == 1
+
+
 def test_a_search_has_the_notes_of_its_model(tmp_path: Path, run: Run) -> None:
     model = plain(tmp_path, logits_scaling=8.0)
     asked = ("--trials", 1, "--jobs", 1, "--measure", "predict", "--context", 8, "--gpu", "h100")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from flywheel.errors import RequestError, TokenizerError, UsageError
-from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
+from flywheel.models.tokenizer import Tokenizer, has_tokenizer
 
 
 @pytest.fixture
@@ -237,48 +237,6 @@ def test_a_library_that_does_not_answer_is_given_up(folder: Path, monkeypatch: p
         tokenizer._process.send_signal(signal.SIGSTOP)
         with pytest.raises(UsageError, match=r"no answer after 0\.1 s"):
             tokenizer.encode("hello")
-
-
-def write(folder: Path, **files: object) -> Path:
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    return folder
-
-
-def test_the_generation_config_goes_before_the_config(tmp_path: Path) -> None:
-    assert end_ids(tmp_path, None) == frozenset()
-    write(tmp_path, config={"eos_token_id": 5})
-    assert end_ids(tmp_path, None) == {5}
-    write(tmp_path, generation_config={"eos_token_id": [7, 8]})
-    assert end_ids(tmp_path, None) == {7, 8}
-
-
-def test_a_text_also_ends_at_the_tokenizers_own_end(folder: Path) -> None:
-    write(folder, tokenizer_config={"eos_token": "world"}, config={"model_type": "llama", "eos_token_id": 5})
-    with Tokenizer(folder) as tokenizer:
-        assert end_ids(folder, tokenizer) == {2, 5}
-    write(folder, tokenizer_config={})
-    with Tokenizer(folder) as tokenizer:
-        assert end_ids(folder, tokenizer) == {5}
-
-
-@pytest.mark.parametrize("silent", [{}, {"eos_token_id": None}])
-def test_a_silent_generation_config_leaves_it_to_the_config(silent: object, tmp_path: Path) -> None:
-    assert end_ids(write(tmp_path, config={"eos_token_id": [5]}, generation_config=silent), None) == {5}
-
-
-@pytest.mark.parametrize("ids", ["</s>", 1.5, True, [1, "2"], {"id": 1}])
-def test_ends_that_are_no_ids_are_refused(ids: object, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"generation_config\.json.*eos_token_id"):
-        end_ids(write(tmp_path, generation_config={"eos_token_id": ids}), None)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"[]"])
-def test_a_malformed_config_is_one_line_that_names_the_file(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_bytes(content)
-    with pytest.raises(UsageError, match=r"generation_config\.json") as caught:
-        end_ids(tmp_path, None)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_that_is_refused_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
