@@ -19,7 +19,7 @@ from flywheel.search.workload import Workload
 
 TARGET: Final = replace(TARGETS["h200"], name="few", num_sms=6)
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
-    "llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True},
+    "llama": {}, "mistral": {"window": 40}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True},
 }  # fmt: skip
 BATCHES: Final = (1, 2, 8)
 

@@ -161,7 +161,7 @@ def compare(family: str, changes: Mapping[str, Any], folder: Path) -> Found:
         decoder = EagerDecoder(spec, weights, torch.float32, LENGTH)
     except FlywheelError as error:
         return Found(Ending.REFUSED, family, changes, str(error))
-    count = min(LENGTH, spec.reach)
+    count = min(LENGTH, spec.max_position)
     made = torch.stack([decoder.step(token, place) for place, token in enumerate(_tokens(spec.vocab)[:count])])
     scale = max(float(wanted[:count].std()), 1e-3)
     off = float((made - wanted[:count]).abs().max()) / scale

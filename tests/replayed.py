@@ -88,6 +88,9 @@ _FURTHER: Final = (
                 norms="shared", logits_scale=0.25, window=512, windowed=(True, True, True, False), nope_full=True),
     DecoderSpec("starcoder2-tiny", "starcoder2", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, qkv_bias=True, o_bias=True,
                 mlp_bias=True, norm="layer", norm_bias=True, gated=False, activation="gelu_tanh"),
+    DecoderSpec("mistral-window", "mistral", 64, 96, 4, 4, 2, 16, 160, 1e4, 1e-5, 512, window=21),
+    DecoderSpec("ministral-tiny", "ministral", 64, 96, 5, 4, 2, 32, 160, 1e4, 1e-5, 512, window=7,
+                windowed=(True, False, True, False, True)),
 )  # fmt: skip
 """Models of further families. Each has works of its own, two for a new one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}

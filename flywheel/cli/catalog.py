@@ -141,7 +141,7 @@ def _model(spec: DecoderSpec, dtype: DType, formats: WeightFormats, targets: lis
         "kv_heads": spec.n_kv_heads,
         "head_dim": spec.head_dim,
         "vocab": spec.vocab,
-        "max_context": spec.reach,
+        "max_context": spec.max_position,
         "tied_head": spec.tied_head,
         "bytes_per_token": nbytes,
         "floor_us": {target.name: target.bandwidth_bound_us(nbytes) for target in targets},

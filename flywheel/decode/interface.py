@@ -150,7 +150,7 @@ def _widths(program: MegakernelProgram, spec: DecoderSpec, found: Mapping[str, l
     batch = next((each.shape[0] for each in found.get("token_id", ())), 1)
     context = next((held[0].shape[0] for held in found.values() if held[0].kind is BufferKind.KV_CACHE), 1)
     dtype = next((held[0].dtype for held in found.values() if held[0].kind is BufferKind.KV_CACHE), None)
-    if dtype is None or dtype not in DTYPES.values() or not 1 <= batch <= MAX_BATCH or context > spec.reach:
+    if dtype is None or dtype not in DTYPES.values() or not 1 <= batch <= MAX_BATCH or context > spec.max_position:
         return {}
     graph = decode_step(spec, context, dtype, batch)
     named = graph.named_blocks
@@ -246,9 +246,8 @@ def _context(cache: Buffer | None, spec: DecoderSpec) -> int:
     """Positions of the caches; 1 if there is no cache."""
     if cache is None:
         return 1
-    if cache.shape[0] > spec.reach:
-        window = "" if spec.window is None else f", with a sliding_window of {spec.window}"
-        raise TensorError(f"{_described(cache)}; {spec.name} reaches {spec.reach} positions{window}")
+    if cache.shape[0] > spec.max_position:
+        raise TensorError(f"{_described(cache)}; {spec.name} reaches {spec.max_position} positions")
     return cache.shape[0]
 
 

@@ -36,6 +36,9 @@ from flywheel.tensors import all_finite, compute_type
 CHUNK: Final = 4096
 """Tokens that are read at a time; limits the memory of activations."""
 
+PIECE: Final = 512
+"""Tokens that attend at a time in a layer with a window; limits the rows that some of them do not see."""
+
 _BACKENDS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention backends, without cuDNN, which plans for 60 ms for each new prompt length."""
 
@@ -141,31 +144,54 @@ def _keys(call: Call, layer: int) -> list[str]:
 
 def _attend(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """q [S, n_heads, head_dim] of the last S of T tokens; keys, values [n_kv_heads, T, head_dim]. Each token sees
-    itself and those before -> [S, n_heads * head_dim]."""
+    itself and those before, in a layer with a window the last of these -> [S, n_heads * head_dim]."""
+    tokens, first = keys.shape[1], keys.shape[1] - len(q)
+    window = call.params.get("window", tokens)
+    step = len(q) if tokens <= window else PIECE
+    parts = []
+    for start in range(0, len(q), step):
+        part = q[start : start + step]
+        seen = slice(max(0, first + start + 1 - window), first + start + len(part))
+        parts.append(_attend_piece(call, part, keys[:, seen], values[:, seen], window))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_piece(call: Call, q: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
     if "cap" in call.params:
-        return _attend_capped(call, q, keys, values)
-    whole = len(q) == keys.shape[1]
+        return _attend_capped(call, q, keys, values, window)
+    tokens, group, mask = keys.shape[1], q.shape[1] // keys.shape[0], None
+    if tokens > window:  # torch's fast kernels do not take a mask for groups
+        mask, group = _sight(len(q), tokens, window, q.device), 1
+        keys, values = (side.repeat_interleave(q.shape[1] // len(side), 0) for side in (keys, values))
+    elif tokens > len(q):
+        mask = _mask_of_last(len(q), tokens)
     mixed = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],
         values[None],
-        attn_mask=None if whole else _mask_of_last(len(q), keys.shape[1]),
-        is_causal=whole,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=call.params["scale"],
-        enable_gqa=q.shape[1] > keys.shape[0],
+        enable_gqa=group > 1,
     )
     return mixed[0].transpose(0, 1).reshape(len(q), -1)
 
 
-def _attend_capped(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """`_attend` with capped scores, which torch's own attention has not."""
+def _attend_capped(call: Call, q: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    """`_attend_piece` with capped scores, which torch's own attention has not."""
     grouped = q.view(len(q), len(keys), -1, q.shape[-1]).permute(1, 2, 0, 3)  # [n_kv_heads, group, S, head_dim]
-    later = torch.ones((len(q), keys.shape[1]), dtype=torch.bool, device=q.device).triu(keys.shape[1] - len(q) + 1)
+    unseen = ~_sight(len(q), keys.shape[1], window, q.device)
     mixed = []
     for query, its_keys, its_values in zip(grouped, keys, values, strict=True):  # one at a time, for its memory
-        scores = finished(call, (query @ its_keys.T).float()).masked_fill_(later, -torch.inf)
+        scores = finished(call, (query @ its_keys.T).float()).masked_fill_(unseen, -torch.inf)
         mixed.append(scores.softmax(-1).to(q.dtype) @ its_values)
     return torch.stack(mixed).permute(2, 0, 1, 3).reshape(len(q), -1)
+
+
+def _sight(queries: int, tokens: int, window: int, device: torch.device) -> Tensor:
+    """Which of `tokens` tokens each of the last `queries` sees, [queries, tokens]: at most `window`."""
+    everything = torch.ones((queries, tokens), dtype=torch.bool, device=device)
+    return everything.tril(tokens - queries) & everything.triu(tokens - queries + 1 - window)
 
 
 def _mask_of_last(queries: int, tokens: int) -> Tensor:

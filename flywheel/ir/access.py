@@ -22,6 +22,7 @@ from flywheel.ir.opcodes import InstructionKind, KvRows
 from flywheel.ir.operations import APPENDS, OPERATIONS, PRODUCTS, TILES
 from flywheel.ir.recipe import Input, Output, Recipe, recipe_steps
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.window import first_row
 
 Region = tuple[int, int]
 
@@ -169,7 +170,7 @@ def past_rows_end(task: Task, operand: int) -> int | None:
     fused = task.op is InstructionKind.FUSED
     if not (_reads_windows(params["recipe"], operand) if fused else reads_window(task.op, operand)):
         return None
-    end: int = params["kv_start"] + params["kv_len"]
+    end: int = first_row(params) + params["kv_start"] + params["kv_len"]
     return end if params["kv_len"] > 0 else 0
 
 

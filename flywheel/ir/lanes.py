@@ -1,8 +1,9 @@
 """Lanes: consecutive tokens of one sequence in one launch, each at a row of the same cache.
 
 A launch at position p puts the token of lane k at p + k. So, wherever the program stands, a lane's append writes row
-p + k, and its attention reads the rows up to that one. Of these, a launch writes the rows from p on, one a lane: they
-are the cells 0, 1.. of the cache. `check_lanes` proves that nothing else touches a cache of several lanes.
+p + k, and its attention reads rows up to that one, at most as many as its window has. Of these, a launch writes the
+rows from p on, one a lane: they are the cells 0, 1.. of the cache. `check_lanes` proves that nothing else touches a
+cache of several lanes.
 """
 
 from __future__ import annotations
@@ -46,5 +47,7 @@ def cell_written(task: Task) -> Region:
 
 
 def cells_read(task: Task) -> Region:
-    """The cells of a cache of several lanes that a task attends to."""
-    return 0, lane_of(task) + 1
+    """The cells of a cache of several lanes that a task attends to: those up to its own, of which a window sees the
+    last."""
+    end = lane_of(task) + 1
+    return max(0, end - task.params.get("window", end)), end

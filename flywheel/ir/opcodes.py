@@ -67,9 +67,12 @@ PARAM_FIELDS: Final = MappingProxyType(
 )
 """Scalar params in struct order: 'i' is an int32, 'f' a float. Only FUSED has `recipe`, which is not in the struct."""
 
-TASK_PARAM_FIELDS: Final = MappingProxyType(dict(PARAM_FIELDS) | {"kv_rows": "i", "sequence": "i", "lane": "i"})
-"""Params of a task: the struct's; `kv_rows`, a KvRows, which says how the window moves; `sequence`, which says with
-whose position, by default that of sequence 0; and `lane`, how far behind that position the task's token stands."""
+TASK_PARAM_FIELDS: Final = MappingProxyType(
+    dict(PARAM_FIELDS) | {"kv_rows": "i", "sequence": "i", "lane": "i", "window": "i"}
+)
+"""Params of a task: the struct's; `kv_rows`, a KvRows, which says how its rows move; `sequence`, which says with whose
+position, by default that of sequence 0; `lane`, how far behind that position the task's token stands; and `window`, how
+many rows the token sees, itself included, from the first of which `kv_start` counts then."""
 
 RECIPE_PARAM_FIELDS: Final = MappingProxyType(
     dict(PARAM_FIELDS)
@@ -115,6 +118,7 @@ LEAST: Final = MappingProxyType(
         "pos": 0,
         "sequence": 0,
         "lane": 0,
+        "window": 1,
         "eps": 0.0,
         "rope_original_max_position": 1,
     }

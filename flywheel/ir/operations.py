@@ -262,7 +262,7 @@ _ROWS: Final = (
         "attention over a window of two caches, whole or as a partial; with `cap`, scaled scores `s` are "
         "`cap * tanh(s / cap)`; a mask is added to the scores",
         ("head_dim", "kv_start", "kv_len", "scale", "n_heads", "n_kv_heads"),
-        ("pos", "kv_rows", "sequence", "lane", "cap"),
+        ("pos", "kv_rows", "sequence", "lane", "window", "cap"),
         multiple=("n_heads", "n_kv_heads"),
         flops=("4", "n_heads", "head_dim", "kv_len"),
         effort=Effort.ATTENTION,
@@ -372,7 +372,7 @@ _ROWS: Final = (
         None,
         "[a recipe](#fused-recipes) of the operations above",
         ("recipe",),
-        ("n_off", "N_tile", "M_tile", "pos", "kv_start", "kv_len", "kv_rows", "sequence", "lane"),
+        ("n_off", "N_tile", "M_tile", "pos", "kv_start", "kv_len", "kv_rows", "sequence", "lane", "window"),
     ),
 )
 

@@ -11,6 +11,7 @@ from flywheel.ir.opcodes import KvRows
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import recipe_steps
 from flywheel.ir.records import Task
+from flywheel.ir.window import rows_in_sight
 
 _MOVING = frozenset({"pos", "kv_len"})
 
@@ -19,8 +20,9 @@ def at_position(program: MegakernelProgram, pos: int | Sequence[int]) -> Megaker
     """`program`, lowered for a whole context, patched so that its new tokens stand at `pos`: all of them, or that of
     each sequence at a position of its own. A task with `lane` stands so far behind.
 
-    `pos` is one position for all sequences, or one for each. KV windows shrink to the rows up to `pos`; with `kv_rows`,
-    to the rows before it or to that row. A window that starts behind `pos` becomes empty. Raises ConfigError where a
+    `pos` is one position for all sequences, or one for each. What a task reads of a cache shrinks to the rows up to
+    `pos`; with `kv_rows`, to the rows before it or to that row. With `window`, it moves along. Rows that begin behind
+    `pos` become none. Raises ConfigError where a
     position is behind the one that the program was lowered for, where a sequence has none, and where a recipe fixes a
     position that must move.
     """
@@ -59,7 +61,7 @@ def _moved(task: Task, pos: int | Sequence[int]) -> Mapping[str, Any]:
     if "pos" in params:
         changed["pos"] = own
     if "kv_len" in params:
-        changed |= _moved_window(params, own)
+        changed |= _moved_rows(params, own)
     return {**params, **changed}
 
 
@@ -74,8 +76,9 @@ def _own(task: Task, pos: int | Sequence[int]) -> int:
     return pos[sequence] + lane
 
 
-def _moved_window(params: Mapping[str, Any], pos: int) -> dict[str, int]:
+def _moved_rows(params: Mapping[str, Any], pos: int) -> dict[str, int]:
     if params.get("kv_rows") == KvRows.NEW:
         return {"kv_start": pos, "kv_len": 1}
-    end = pos if params.get("kv_rows") == KvRows.PAST else pos + 1
+    seen = rows_in_sight(params, pos)
+    end = seen - 1 if params.get("kv_rows") == KvRows.PAST else seen
     return {"kv_len": min(params["kv_len"], max(0, end - params.get("kv_start", 0)))}

@@ -91,7 +91,8 @@ class Judge:
         noise = torch.rand(shape, generator=generator).sub_(0.5).mul_(sqrt(12.0)).to(weights.device)
         self.past: Final = torch.empty((spec.n_layers, *shape), dtype=TORCH_DTYPES[dtype], device=weights.device)
         gains = torch.tensor(self.gains, device=weights.device)
-        drawing = _Drawing(noise, self.past, gains, self.positions)
+        windows = tuple([spec.window_of(layer) for layer in range(spec.n_layers)])
+        drawing = _Drawing(noise, self.past, gains, self.positions, windows)
         tokens_there, at = self.tokens.to(weights.device), torch.tensor(self.positions, device=weights.device)
         run_forced(weights, tokens_there, at, context, drawing)
         drawing.require_finite()
@@ -194,6 +195,8 @@ class _Drawing(LayerByLayer):
     past_rows: Tensor
     gains: Tensor
     positions: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    """Of each layer."""
     logits: list[Tensor] = field(default_factory=list)
     finite: dict[str, Tensor] = field(default_factory=dict)
     """Whether each row of a tensor is finite, [rows], in the order of the operations."""
@@ -225,19 +228,26 @@ class _Drawing(LayerByLayer):
             )
         ).clamp(max=torch.finfo(rows.dtype).max / _RANGE)  # [2, n_kv_heads]; queries may be 0
         drawn = self.noise.flatten().roll(layer * _STRIDE).view(self.noise.shape) * sizes[:, None, :, None, None]
-        edge = torch.arange(drawn.shape[-2], device=drawn.device) % _EDGE
-        drawn[1].mul_(torch.where((edge == 0) | (edge == _EDGE - 1), _HEAVY, 1.0)[:, None])
-        self._place_needle(drawn[0], queries)
+        places = torch.arange(drawn.shape[-2], device=drawn.device)
+        heavy = (places % _EDGE == 0) | (places % _EDGE == _EDGE - 1)
+        window = self.windows[layer]
+        if window is not None:  # the last row out of sight and the first in sight
+            for position in self.positions:
+                heavy |= (places == position - window) | (places == position + 1 - window)
+        drawn[1].mul_(torch.where(heavy, _HEAVY, 1.0)[:, None])
+        self._place_needle(drawn[0], queries, window)
         rows.copy_(drawn)
         return Past(rows[:1], rows[1:], self.gains)
 
-    def _place_needle(self, keys: Tensor, queries: Tensor) -> None:
+    def _place_needle(self, keys: Tensor, queries: Tensor, window: int | None) -> None:
         """Write the needle: the shortest key that scores NEEDLE with each query [rows, n_kv_heads, group, head_dim] of
-        the position before the last, at the first heavy row that only the last two positions see."""
+        the position before the last, at the first heavy row that only the last two positions see, or of these that one
+        alone."""
         if len(self.positions) < 2:
             return
         seen_before = self.positions[-3] if len(self.positions) > 2 else 0
-        place = -(-seen_before // _EDGE) * _EDGE
+        in_sight = 0 if window is None else self.positions[-2] + 1 - window
+        place = max(-(-seen_before // _EDGE) * _EDGE, in_sight)
         if place >= self.positions[-2]:
             return
         batch = len(keys)

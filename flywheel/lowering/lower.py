@@ -91,8 +91,9 @@ def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) ->
 def _check_attention(graphs: Sequence[Graph], tilings: Sequence[Tiling]) -> None:
     """Raises ConfigError before the tasks of a layer's attention are made, if they are too many."""
     heads, block = sum(len(graph.streams) for graph in graphs), tilings[0].kv_block
-    blocks = -(-graphs[0].context // block)
-    where = f"tiling.attention.kv_block={block:,}: a context of {graphs[0].context:,} has {blocks:,} blocks"
+    rows = graphs[0].most_attended
+    blocks = -(-rows // block)
+    where = f"tiling.attention.kv_block={block:,}: a context of {rows:,} has {blocks:,} blocks"
     if blocks > MAX_BLOCKS:
         raise ConfigError(f"{where}, more than {MAX_BLOCKS:,}")
     if heads * blocks > MAX_ATTENTION:

@@ -35,7 +35,6 @@ class Tiling:
     config: ScheduleConfig
     num_sms: int
     kv_block: int
-    context: int
 
     def rows(self, projection: str, n_out: int) -> int:
         """Rows of a full tile of `projection`: its own size, else gemv's, else such that each SM gets one tile."""
@@ -53,9 +52,9 @@ class Tiling:
         whole, rest = divmod(n_out, rows)
         return [(0, rows, whole), *([(n_out - rest, rest, 1)] if rest else [])]
 
-    def kv_blocks(self) -> list[tuple[int, int]]:
-        """(first position, positions) of each KV block."""
-        return [(start, min(self.kv_block, self.context - start)) for start in range(0, self.context, self.kv_block)]
+    def kv_blocks(self, rows: int) -> list[tuple[int, int]]:
+        """(first row, rows) of each KV block of the rows that a layer attends to."""
+        return [(start, min(self.kv_block, rows - start)) for start in range(0, rows, self.kv_block)]
 
 
 def even_rows(n_out: int, parts: int) -> int:
@@ -80,4 +79,4 @@ def read_tiling(config: ScheduleConfig, graph: Graph, num_sms: int) -> Tiling:
             if family in _TILES and (size <= 0 or size % quantum):
                 raise ConfigError(f"tiling.{archetype}.{name}={size} is not a positive multiple of {quantum}")
     kv_block = config.tiling.get("attention", {}).get("kv_block", DEFAULT_KV_BLOCK)
-    return Tiling(config, num_sms, min(kv_block, graph.context), graph.context)
+    return Tiling(config, num_sms, min(kv_block, graph.most_attended))

@@ -13,6 +13,7 @@ from flywheel.ir.program import MegakernelProgram, once
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.target import GpuTarget
+from flywheel.ir.window import first_row
 
 _IdSource = tuple[int, int | None]
 """The source of an EMBED's ids: (buffer, None), or (task, recipe step)."""
@@ -86,10 +87,26 @@ def _weights_read(tasks: Iterable[Task], buffers: Mapping[int, Buffer]) -> tuple
 
 
 def cache_bytes_read(program: MegakernelProgram) -> int:
-    """The bytes of keys and values that one step at the last position reads; with several GPUs, those of one of them,
-    which share the heads."""
-    caches = sum(buffer.nbytes for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE)
-    return caches // program.ranks
+    """The bytes of keys and values that one step at the last position reads: of layers with a window, those of the rows
+    in sight. With several GPUs, those of one of them, which share the heads."""
+    brief = brief_of(program)
+    caches = {buffer.id: buffer for buffer in brief.buffers if buffer.kind is BufferKind.KV_CACHE}
+    seen: dict[int, tuple[int, int]] = {}  # the rows in sight of a window
+    for run in brief.runs:
+        touched = caches.keys() & set(run.inputs)
+        for params in [each.params for each in run.tiles.stretches] if touched else ():
+            if "window" in params:
+                rows = first_row(params), params["pos"] + 1
+                seen |= {number: _united(rows, seen.get(number, rows)) for number in touched}
+    read = {number: each.nbytes for number, each in caches.items()}
+    read |= {number: read[number] // caches[number].shape[0] * (end - first) for number, (first, end) in seen.items()}
+    own = range(brief.layers.buffers.start, brief.layers.buffers.stop)
+    again = (brief.layers.times - 1) * sum([read.get(number, 0) for number in own])
+    return (sum(read.values()) + again) // program.ranks
+
+
+def _united(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def floor_us(weight_bytes: int, target: GpuTarget) -> float:

@@ -99,11 +99,14 @@ def norm_op(spec: DecoderSpec, name: str, x: str, role: str, out: str, width: in
 
 
 def attending_ops(spec: DecoderSpec, context: int, lanes: int, x: str, layer: int) -> list[Op]:
-    """From x [hidden] to `attn_out`: a layer's attention over the caches, with its products."""
+    """From x [hidden] to `attn_out`: a layer's attention over the caches, with its products. An attention with a window
+    that is shorter than the context has the param `window`."""
     scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+    seen = min(context, spec.window_of(layer) or context)
     attend = {
-        "head_dim": spec.head_dim, "kv_start": 0, "kv_len": context, "scale": scale,
+        "head_dim": spec.head_dim, "kv_start": 0, "kv_len": seen, "scale": scale,
         "n_heads": spec.n_heads, "n_kv_heads": spec.n_kv_heads,
+        **({} if seen == context else {"window": seen}),
         **({} if spec.attention_cap is None else {"cap": spec.attention_cap}),
     }  # fmt: skip
     made = {"q": "q", "k": "k"}

@@ -1,9 +1,10 @@
 """Published decoders by name. Adding a model is adding a record.
 
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
-Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Qwen3-4B-Instruct-2507,
-Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct, OLMo-2-0425-1B, OLMo-2-1124-7B,
-OLMo-2-1124-13B, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024, starcoder2-3b, starcoder2-7b and starcoder2-15b.
+Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B,
+Qwen3-4B-Instruct-2507, Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct,
+OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024, starcoder2-3b,
+starcoder2-7b and starcoder2-15b.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ _SPECS: Final = (
     DecoderSpec("llama3.2-3b", "llama", 3072, 8192, 28, 24, 8, 128, 128256, 5e5, 1e-5, 131072,
                 tied_head=True, rope_scaling=_LLAMA_3_2),
     DecoderSpec("mistral-7b", "mistral", 4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768),
+    DecoderSpec("mistral-7b-v0.1", "mistral", 4096, 14336, 32, 32, 8, 128, 32000, 1e4, 1e-5, 32768, window=4096),
     DecoderSpec("mistral-small-24b", "mistral", 5120, 32768, 40, 32, 8, 128, 131072, 1e8, 1e-5, 32768),
     DecoderSpec("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 1e6, 1e-6, 131072, qkv_bias=True),
     DecoderSpec("qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 1e6, 1e-6, 40960,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flywheel.models.config_fields import FOREIGN, NEUTRAL, OFF, Neutral
-from flywheel.models.family import Family
+from flywheel.models.family import Family, in_later_layers
 
 _USED: Final = frozenset({
     "model_type", "architectures", "auto_map", "quantization_config", "hidden_size", "intermediate_size",
@@ -62,7 +62,7 @@ def keys_of(rules: Family) -> Keys:
     fixed = {"attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
     own = {*rules.biases, *rules.reads, rules.norm_eps[0]}
     own |= {"use_sliding_window"} if rules.window_needs_flag else set()
-    own |= {"max_window_layers"} if rules.window_from is not None else set()
+    own |= {"max_window_layers"} if rules.windows is in_later_layers else set()
     used = _USED | own
     return Keys(used, {key: value for key, value in NEUTRAL.items() if key not in used},
                 {key: value for key, value in {**FOREIGN, **fixed}.items() if key not in used})  # fmt: skip

@@ -231,15 +231,17 @@ class EagerDecoder:
         x = embedded(self._own, tokens).to(self.dtype)
         before, behind, before_mlp, behind_mlp = norm_roles(self.spec)
         for layer, (weights, cache) in enumerate(zip(self._own.layers, self._cache, strict=True)):
-            own = turn[self.spec.rope_of(layer)]
+            own, window = turn[self.spec.rope_of(layer)], self.spec.window_of(layer)
             first = self._norm(x, weights, before)
-            x = x + self._norm(self._attention(first, weights, cache, own), weights, behind)
+            x = x + self._norm(self._attention(first, weights, cache, own, window), weights, behind)
             second = first if self.spec.norms == "shared" else self._norm(x, weights, before_mlp)
             x = x + self._norm(self._mlp(second, weights), weights, behind_mlp)
         self._length = stop
         return x
 
-    def _attention(self, x: Tensor, weights: EagerLayer, cache: LayerCache, turn: Tensor) -> Tensor:
+    def _attention(
+        self, x: Tensor, weights: EagerLayer, cache: LayerCache, turn: Tensor, window: int | None
+    ) -> Tensor:
         """x: [S, hidden], normalised -> [S, hidden]. Appends to `cache`."""
         spec, count, start = self.spec, len(x), self._length
         q, k, v = (project(x, weights[f"{side}_proj"], weights.get(f"{side}_bias")) for side in "qkv")
@@ -255,8 +257,11 @@ class EagerDecoder:
         # Query head h = g * group + j reads KV head g.
         grouped = rotate(q, turn, self._wide).to(self._wide).view(count, spec.n_kv_heads, spec.group, spec.head_dim)
         scores = scaled_scores(spec, torch.einsum("sgjd,tgd->gjst", grouped, seen_keys))
-        later = torch.ones(count, start + count, dtype=torch.bool, device=self.device).triu(start + 1)
-        shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+        everything = torch.ones(count, start + count, dtype=torch.bool, device=self.device)
+        unseen = everything.triu(start + 1)
+        if window is not None:
+            unseen |= everything.tril(start - window)
+        shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         mixed = torch.einsum("gjst,tgd->sgjd", shares, seen_values).to(self.dtype)
         mixed = mixed.reshape(count, spec.q_width)
         return project(mixed, weights["o_proj"], weights.get("o_bias"), spec.residual_scale, self._wide)

@@ -17,6 +17,21 @@ WINDOW: Final = 4096
 WINDOW_FROM: Final = 28
 """Default of `max_window_layers` in families that have it."""
 
+WindowsOf = Callable[[Fields, int], Sequence[bool]]
+"""(fields, number of layers) -> which layers have the window, where the config does not list them. Raises
+UnsupportedModelError."""
+
+
+def in_all_layers(_: Fields, n_layers: int) -> list[bool]:
+    """Every layer has the window."""
+    return [True] * n_layers
+
+
+def in_later_layers(fields: Fields, n_layers: int) -> list[bool]:
+    """The layers from `max_window_layers` on have the window."""
+    first = fields.whole("max_window_layers", absent=WINDOW_FROM)
+    return [layer >= first for layer in range(n_layers)]
+
 
 JOINED_ATTENTION: Final = ("qkv_proj", ("q_proj", "k_proj", "v_proj"))
 """For `Family.joined`, of checkpoints with one matrix of queries, keys and values."""
@@ -74,8 +89,8 @@ class Family:
     sliding_window: int | None = None
     window_needs_flag: bool = False
     """sliding_window counts only with use_sliding_window."""
-    window_from: int | None = None
-    """Default of `max_window_layers`, the first layer with a window; None where there is no such field."""
+    windows: WindowsOf | None = None
+    """None where transformers has no windows for the family: of `sliding_window`, its caches know alone."""
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     """(the field of the norms' epsilon, its default)."""
     activation: str = "silu"

@@ -151,7 +151,8 @@ class _LayerStack:
         for side in "kv":
             made[side] = self._take(f"{side}_cache", made[side].flatten(2), heads[side]).view_as(made[side])
         past = self.hand.past(self.layers, made["q"], made["v"])
-        mixed = attend(spec, made["q"], past, made["k"], made["v"], at)
+        windows = [spec.window_of(layer) for layer in self.layers]
+        mixed = attend(spec, made["q"], past, made["k"], made["v"], at, windows)
         return self._take("attn", mixed.flatten(2), spec.n_heads)
 
     def _add(self, part: str, out: str, made: Tensor, role: str | None, x: Tensor) -> Tensor:
@@ -210,18 +211,27 @@ def _product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return torch.stack(wide)
 
 
-def attend(spec: DecoderSpec, q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+def attend(
+    spec: DecoderSpec, q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor, windows: Sequence[int | None]
+) -> Tensor:
     """Attention of all rows, [layers, rows, n_heads, head_dim]: of q over the caches' rows before the positions `at`
-    [positions] and over the new rows k and v [layers, rows, n_kv_heads, head_dim]."""
+    [positions] and over the new rows k and v [layers, rows, n_kv_heads, head_dim].
+
+    A layer with a window of W sees the last W of these rows, the new one included.
+    """
     step = max(1, _WIDENED // max(1, past.keys[0].numel()))
     parts = [
-        _attend(spec, q[some], Past(past.keys[some], past.values[some], past.gains), k[some], v[some], at)
+        _attend(
+            spec, q[some], Past(past.keys[some], past.values[some], past.gains), k[some], v[some], at, windows[some]
+        )
         for some in (slice(start, start + step) for start in range(0, len(q), step))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend(spec: DecoderSpec, q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+def _attend(
+    spec: DecoderSpec, q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor, windows: Sequence[int | None]
+) -> Tensor:
     layers, batch, n_kv_heads, length, head_dim = past.keys.shape
     places, group = len(at), q.shape[2] // n_kv_heads
     order = (0, 2, 3, 1, 4, 5)
@@ -230,8 +240,10 @@ def _attend(spec: DecoderSpec, q: Tensor, past: Past, k: Tensor, v: Tensor, at: 
     new_k, new_v = (side.view(layers, places, batch, n_kv_heads, 1, head_dim).permute(order) for side in (k, v))
     old = query.flatten(3, 4) @ past.keys.to(q.dtype).transpose(3, 4)
     old = old.view(layers, batch, n_kv_heads, places, group, length) * past.gains.to(q.dtype)[:, None, None]
-    unseen = torch.arange(length, device=q.device) >= at[:, None, None]
-    old = scaled_scores(spec, old).masked_fill(unseen, -torch.inf)
+    rows, its_place = torch.arange(length, device=q.device), at[:, None, None]
+    later = rows >= its_place
+    unseen = torch.stack([later if each is None else later | (rows <= its_place - each) for each in windows])
+    old = scaled_scores(spec, old).masked_fill(unseen[:, None, None], -torch.inf)
     new = scaled_scores(spec, (query * new_k).sum(-1, keepdim=True))
     shares = torch.cat((old, new), -1).softmax(-1)
     mixed: Tensor = (shares[..., :-1].flatten(3, 4) @ past.values.to(q.dtype)).view(query.shape) + shares[

@@ -134,6 +134,12 @@ class Graph:
         return self.n_heads // self.n_kv_heads
 
     @property
+    def most_attended(self) -> int:
+        """The most positions to which a layer attends."""
+        ops = [op for block in self.kinds for op in block.ops]
+        return max(int(op.params["kv_len"]) for op in ops if op.kind is InstructionKind.ATTENTION_TILE)
+
+    @property
     def streams(self) -> tuple[str, ...]:
         """Names of the units that attend independently: the KV heads of each row."""
         return stream_names(self.n_kv_heads, self.batch, self.first_kv_head)

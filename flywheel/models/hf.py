@@ -17,7 +17,7 @@ from flywheel.ir.files import parse_json
 from flywheel.models.config_keys import keys_of
 from flywheel.models.config_reading import Fields, key_shown, shown
 from flywheel.models.families import FAMILIES
-from flywheel.models.family import Family
+from flywheel.models.family import Family, in_all_layers
 from flywheel.models.rope import MAX_CONTEXT
 from flywheel.models.rope_reading import read_rope
 from flywheel.models.schemes import Scheme, read_scheme
@@ -113,11 +113,15 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     n_heads, n_kv_heads, head_dim = _heads(fields, rules)
     max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
     rope, rotary_dim = read_rope(fields, rules, head_dim, max_position)
-    window = _window(fields, rules)
+    window, windowed = _windows(fields, rules)
+    if window is not None and rules.windows is None:
+        max_position = min(window, max_position)
+    if window is not None and window >= max_position:
+        window, windowed = None, ()
     attention_bias, mlp_bias = (_has_bias(fields, rules, field) for field in ("attention_bias", "mlp_bias"))
     usual: dict[str, Any] = {
         "qkv_bias": rules.qkv_bias or attention_bias, "o_bias": attention_bias, "mlp_bias": mlp_bias,
-        "activation": rules.activation, "window": window if window is not None and window < max_position else None,
+        "activation": rules.activation, "window": window, "windowed": windowed,
     }  # fmt: skip
     return DecoderSpec(
         name=name,
@@ -162,23 +166,27 @@ def _check_code(fields: Fields, rules: Family) -> None:
     raise fields.refusal(_CODE, f"absent, or without {' and '.join(_OWN_CODE)}")
 
 
-def _window(fields: Fields, rules: Family) -> int | None:
-    """The sliding window of the layers that have one; None if no layer has one."""
+def _windows(fields: Fields, rules: Family) -> tuple[int | None, tuple[bool, ...]]:
+    """(the sliding window, which layers have it); (None, ()) if no layer has one, and () for all of them."""
     window = rules.sliding_window
     if "sliding_window" in fields.values:
         given = fields.values["sliding_window"]
         window = None if given is None else fields.positive_int("sliding_window", MAX_CONTEXT)
     if rules.window_needs_flag and not fields.flag("use_sliding_window", absent=False):
         window = None
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
-        default = rules.window_from
-        first = fields.whole("max_window_layers", absent=default) if default is not None and window else 0
-        return window if first < fields.positive_int("num_hidden_layers", MAX_LAYERS) else None
+    n_layers, kinds = fields.positive_int("num_hidden_layers", MAX_LAYERS), fields.values.get("layer_types")
     known = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind not in known for kind in kinds)):
         raise fields.refusal("layer_types", " or ".join(map(shown, known)))
-    return window if "sliding_attention" in kinds else None
+    if kinds is not None and len(kinds) != n_layers:
+        raise fields.refusal("layer_types", f"one for each of {n_layers} layers")
+    if window is None:
+        return None, ()
+    if kinds is not None:
+        marks = [kind == "sliding_attention" for kind in kinds]
+    else:
+        marks = list((rules.windows or in_all_layers)(fields, n_layers))
+    return (window if any(marks) else None), (() if all(marks) or not any(marks) else tuple(marks))
 
 
 def _heads(fields: Fields, rules: Family) -> tuple[int, int, int]:

@@ -142,18 +142,10 @@ class DecoderSpec:
             return None
         return self.local_rope if local and self.local_rope is not None else Rope(self.rope_theta, self.rope_scaling)
 
-    @property
-    def reach(self) -> int:
-        """The longest supported context."""
-        return self.max_position if self.window is None else min(self.max_position, self.window)
-
     def check_context(self, context: int, raises: type[FlywheelError] = ConfigError) -> None:
-        """Raises ConfigError, or `raises`, for a context that is not in 1..reach."""
-        if 1 <= context <= self.reach:
-            return
-        if self.window is not None and self.window < context <= self.max_position:
-            raise raises(f"{self.name}: context {context} exceeds sliding_window {self.window}; supported: up to that")
-        raise raises(f"{self.name}: context {context} is not in 1..{self.max_position}")
+        """Raises ConfigError, or `raises`, for a context that is not in 1..max_position."""
+        if not 1 <= context <= self.max_position:
+            raise raises(f"{self.name}: context {context} is not in 1..{self.max_position}")
 
     @property
     def turned_anew(self) -> int | None:

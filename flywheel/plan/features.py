@@ -23,6 +23,7 @@ PRODUCT_SCALE: Final = "PRODUCT_SCALE"
 PRODUCT_CAP: Final = "PRODUCT_CAP"
 ATTENTION_CAP: Final = "ATTENTION_CAP"
 ROPE_SCALE: Final = "ROPE_SCALE"
+WINDOW: Final = "WINDOW"
 
 HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS}
 """Attention on tensor cores to heads of a size."""
@@ -31,8 +32,8 @@ _USUAL: Final = frozenset(HEADS[size] for size in USUAL_HEAD_DIMS)
 """What a kernel has code for that no feature names."""
 
 FEATURES: Final = (
-    GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, *HEADS.values(),
-    LAYERNORM,
+    GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, WINDOW,
+    *HEADS.values(), LAYERNORM,
 )  # fmt: skip
 """All of them. `macros_of` has their macros."""
 
@@ -47,6 +48,8 @@ def features_of(tasks: Iterable[Task | Use]) -> tuple[str, ...]:
     for task in tasks:
         recipe = task.params.get("recipe")
         found |= _of_recipe(recipe) if isinstance(recipe, Recipe) else set(_of_step(task.op, task.params))
+        if "window" in task.params:
+            found.add(WINDOW)
     if found.isdisjoint(set(HEADS.values()) - _USUAL):
         found -= _USUAL
     return tuple([name for name in FEATURES if name in found])

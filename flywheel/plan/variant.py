@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
-from flywheel.ir.compressed import brief_of, uses_by_recipe
+from flywheel.ir.compressed import Run, Use, brief_of, uses_by_recipe
 from flywheel.ir.program import once
 from flywheel.plan.features import features_of
 from flywheel.plan.formats import Coding, slot_bytes
@@ -192,4 +192,12 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     operands = operands_of(uses, brief.buffers)
     config = program.config or ScheduleConfig()
     variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands))
-    return replace(variant, rows=rows_of(operands), features=features_of(uses))
+    return replace(variant, rows=rows_of(operands), features=features_of([*uses, *_moving(brief.runs)]))
+
+
+def _moving(runs: Sequence[Run]) -> Iterator[Use]:
+    """The uses of tasks whose window moves, which may share a recipe with others."""
+    for run in runs:
+        for each in run.tiles.stretches:
+            if "window" in each.params:
+                yield Use(run.op, run.inputs, each.params)

@@ -90,7 +90,7 @@ def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeig
     """
     tied = spec.tied_head and codes_of(MODEL_WEIGHT_KEYS["lm_head"]) not in weights
     table = weights[model_weight_key(spec, "embed")]
-    graph = decode_step(replace(spec, tied_head=tied), 1, compute_type(table.dtype))  # of any context
+    graph = decode_step(replace(spec, tied_head=tied), spec.max_position, compute_type(table.dtype))
 
     def matrix(keys: Sequence[str]) -> Matrix:
         if form != "whole" and codes_of(keys[0]) in weights:
@@ -255,7 +255,8 @@ class TorchDecoder:
                         mine[:, :, position] = as_heads(new, self.spec.head_dim)
                     return None
                 case _K.ATTENTION_TILE:
-                    keys, values = (each[:, :, : position + 1] for each in caches)
+                    first = max(0, position + 1 - call.params.get("window", position + 1))
+                    keys, values = (each[:, :, first : position + 1] for each in caches)
                     q = as_heads(inputs[0], self.spec.head_dim).to(keys.dtype)
                     return self._attend(call, q[:, :, None], keys, values).flatten(1)
                 case _:

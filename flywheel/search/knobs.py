@@ -59,10 +59,11 @@ def blocks_of(workload: Workload) -> tuple[Any, ...]:
 
 
 def _kv_blocks(workload: Workload) -> list[Value]:
-    """Sizes of KV blocks, in positions: the context in 1, 2, 4 .. 32 blocks, of at least 32 positions each."""
-    context = workload.context
-    sizes = {-(-context // (parts * 16)) * 16 for parts in (1, 2, 4, 8, 16, 32)}
-    return sorted(size for size in sizes if size >= min(32, -(-context // 16) * 16))
+    """Sizes of KV blocks, in positions: what a layer attends to in 1, 2, 4 .. 32 blocks, of at least 32 positions
+    each."""
+    rows = workload.graph.most_attended
+    sizes = {-(-rows // (parts * 16)) * 16 for parts in (1, 2, 4, 8, 16, 32)}
+    return sorted(size for size in sizes if size >= min(32, -(-rows // 16) * 16))
 
 
 def _smem(workload: Workload) -> list[Value]:

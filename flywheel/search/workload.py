@@ -201,4 +201,4 @@ def notes_of_another(schedule: Schedule | None, spec: DecoderSpec) -> tuple[Note
 
 def default_context(spec: DecoderSpec) -> int:
     """The context of a workload for which none is given: 512, or the model's longest if that is less."""
-    return min(DEFAULT_CONTEXT, spec.reach)
+    return min(DEFAULT_CONTEXT, spec.max_position)

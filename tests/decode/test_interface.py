@@ -52,11 +52,11 @@ def test_what_is_no_decode_step_of_the_model_is_refused_by_buffer(
     assert "\n" not in str(caught.value)
 
 
-def test_a_program_beyond_the_models_window_is_refused_by_it(lowered: Lowered, spec: DecoderSpec) -> None:
+def test_a_program_beyond_the_models_reach_is_refused_by_it(lowered: Lowered, spec: DecoderSpec) -> None:
     program = lowered(DType.F16, context=40)
-    assert read_interface(program, replace(spec, window=40)).context == 40
-    with pytest.raises(TensorError, match="reaches 39 positions, with a sliding_window of 39"):
-        read_interface(program, replace(spec, window=39))
+    assert read_interface(program, replace(spec, max_position=40, window=8)).context == 40
+    with pytest.raises(TensorError, match="reaches 39 positions"):
+        read_interface(program, replace(spec, max_position=39))
 
 
 def test_the_program_of_another_model_is_refused(lowered: Lowered, spec: DecoderSpec) -> None:

@@ -34,6 +34,8 @@ SPECS: Final = {
         "small", "llama", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-5, 64, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)
     ),
     "mistral": DecoderSpec("small", "mistral", 48, 80, 1, 2, 1, 16, 12, 1e4, 1e-5, 64),
+    "window": DecoderSpec("small", "mistral", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-5, 64, window=18),
+    "short window": DecoderSpec("small", "mistral", 48, 80, 1, 4, 2, 16, 12, 1e4, 1e-5, 64, window=3),
     "qwen2": DecoderSpec("small", "qwen2", 48, 80, 2, 4, 4, 16, 12, 1e4, 1e-6, 64, tied_head=True, qkv_bias=True),
     "qwen3": DecoderSpec("small", "qwen3", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, qk_norm=True),
     "cohere2": DecoderSpec(

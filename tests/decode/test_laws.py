@@ -36,13 +36,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @st.composite
 def specs(draw: st.DrawFn) -> DecoderSpec:
     family = draw(st.sampled_from(sorted(FAMILIES)))
+    n_layers = draw(st.integers(1, 2))
+    windowed = draw(st.lists(st.booleans(), min_size=n_layers, max_size=n_layers))
     n_kv_heads = draw(st.integers(1, 3))
     return DecoderSpec(
         name="drawn",
         family=family,
         hidden=draw(st.integers(8, 150)),
         intermediate=draw(st.integers(8, 150)),
-        n_layers=draw(st.integers(1, 2)),
+        n_layers=n_layers,
         n_heads=n_kv_heads * draw(st.integers(1, 3)),
         n_kv_heads=n_kv_heads,
         head_dim=draw(st.sampled_from((2, 6, 16, 32))),
@@ -51,6 +53,8 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
         norm_eps=1e-5,
         max_position=512,
         tied_head=draw(st.booleans()),
+        window=draw(st.integers(1, 70)) if any(windowed) else None,
+        windowed=tuple(windowed),
         **{name: value for name, value in FAMILIES[family].items() if draw(st.booleans())},
     )
 

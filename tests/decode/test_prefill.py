@@ -30,6 +30,8 @@ FAMILIES = {
                        nope_full=True),
     "starcoder2": replace(SMALL, family="starcoder2", norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",
                           o_bias=True, mlp_bias=True),
+    "window": replace(SMALL, family="mistral", window=9),
+    "windows": replace(SMALL, family="ministral", window=1, windowed=(False, True)),
     "smollm3": replace(SMALL, family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True),
     "a query head a KV head": replace(SMALL, n_kv_heads=4),
 }  # fmt: skip
@@ -52,6 +54,7 @@ def test_a_prompt_at_once_is_its_tokens_one_by_one(
     family: str, dtype: DType, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flywheel.decode.prompts.CHUNK", chunk)
+    monkeypatch.setattr("flywheel.decode.prompts.PIECE", 5)
     at_once, stepped = session_of(FAMILIES[family], dtype), session_of(FAMILIES[family], dtype)
     at_once.prefill(PROMPT)
     for position, token in enumerate(PROMPT):

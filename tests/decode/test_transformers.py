@@ -59,6 +59,7 @@ LONG_ROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0, 3.5, 3.9],
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
@@ -67,7 +68,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", dict(SIZES, logit_scale=0.8, tie_word_embeddings=False)),
     "cohere2": ("Cohere2", dict(SIZES, logit_scale=0.8, sliding_window=CONTEXT, num_hidden_layers=4)),
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
+    "mistral-window": ("Mistral", dict(SIZES, sliding_window=37)),
+    "mistral-short-window": ("Mistral", dict(SIZES, sliding_window=3)),
+    "ministral": ("Ministral", dict(SIZES, head_dim=16, sliding_window=50, layer_types=[SLIDING, FULL, SLIDING])),
     "qwen2": ("Qwen2", dict(SIZES)),
+    "qwen2-window": ("Qwen2", dict(SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
     "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
     "glm4": ("Glm4", dict(SIZES, head_dim=32)),
@@ -79,6 +84,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", dict(SIZES)),
     "starcoder2": ("Starcoder2", dict(SIZES, intermediate_size=256, num_key_value_heads=4)),
     "smollm3": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, tie_word_embeddings=False)),
+    "smollm3-window": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=40,
+        tie_word_embeddings=False)),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
 

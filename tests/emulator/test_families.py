@@ -48,6 +48,13 @@ FEATURES = {
     "granite": ("EMBED_SCALE", "PRODUCT_SCALE"), "olmo2": (), "phi3": ("ROPE_SCALE",),
     "cohere2": ("PRODUCT_SCALE", "LAYERNORM"), "starcoder2": ("GELU_MUL", "LAYERNORM"),
 }  # fmt: skip
+SPECS |= {
+    "mistral": DecoderSpec("mistral", "mistral", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, window=37),
+    "ministral": DecoderSpec(
+        "ministral", "ministral", 128, 256, 2, 4, 1, 128, 520, 1e5, 1e-5, 512, window=101, windowed=(False, True)
+    ),
+}
+FEATURES |= {"mistral": ("WINDOW",), "ministral": ("WINDOW",)}
 WORKS = [(name, dtype, choice) for name in SPECS for dtype in (DType.BF16, DType.F32) for choice in (0, 1)]
 
 

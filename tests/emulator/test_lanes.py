@@ -58,13 +58,14 @@ def test_a_stream_is_what_token_by_token_says(config: str) -> None:
     assert found.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_each_lane_shows_what_the_reference_vm_shows(config: str) -> None:
-    program = program_of(config, 2, 4, WIDE, DType.BF16)
-    weights = random_weights(WIDE, 1, TORCH_DTYPES[DType.BF16])
-    reference = ReferenceSession(program, WIDE, weights)
+@pytest.mark.parametrize(("config", "window"), [("counters", None), ("data", None), ("counters", 3), ("data", 6)])
+def test_each_lane_shows_what_the_reference_vm_shows(config: str, window: int | None) -> None:
+    spec = replace(WIDE, window=window)
+    program = program_of(config, 2, 4, spec, DType.BF16)
+    weights = random_weights(spec, 1, TORCH_DTYPES[DType.BF16])
+    reference = ReferenceSession(program, spec, weights)
     tokens = [5, 1, 7, 9, 2, 2, 11, 3]
-    with emulated_session(EmulatedGpu(), program, WIDE, weights) as session:
+    with emulated_session(EmulatedGpu(), program, spec, weights) as session:
         for each in (reference, session):
             each.prefill(tokens[:6], 0)
             each.prefill(tokens[:1], 1)

@@ -40,11 +40,14 @@ ODD = DecoderSpec("odd", "qwen3", 96, 160, 2, 4, 2, 16, 300, 1e4, 1e-6, 4096, qk
 ONE_HEAD = DecoderSpec("one head", "llama", 48, 80, 2, 3, 1, 10, 77, 1e4, 1e-5, 4096, tied_head=True)
 LLAMA = replace(CATALOG["llama3.2-1b"], name="llama3.2-1b cut", n_layers=2, vocab=3000)
 QWEN = replace(CATALOG["qwen3-0.6b"], name="qwen3-0.6b cut", n_layers=1, vocab=2001)
+WINDOWS = replace(ODD, name="windows", family="ministral", qk_norm=False, window=77, windowed=(True, False))
+MISTRAL = replace(CATALOG["mistral-7b-v0.1"], name="mistral cut", n_layers=2, n_heads=8, n_kv_heads=2, hidden=1024,
+                  intermediate=2048, vocab=3000, window=300)  # fmt: skip
 COMMAND = replace(CATALOG["command-r7b"], name="command-r7b cut", n_layers=2, vocab=3000, windowed=(True, False))
 STARCODER = replace(CATALOG["starcoder2-3b"], name="starcoder2-3b cut", n_layers=2, vocab=3000)
 WORKLOADS = [
     (SMALL, 128), (ODD, 300), (ONE_HEAD, 72), (LLAMA, 512), (LLAMA, 4096), (QWEN, 1000), (ODD, 4096), (SMALL, 1),
-    (COMMAND, 512), (STARCODER, 512),
+    (COMMAND, 512), (STARCODER, 512), (WINDOWS, 300), (MISTRAL, 700), (MISTRAL, 8192),
 ]  # fmt: skip
 N_CONFIGS = 48
 MOST_DRAWS = 100

@@ -13,10 +13,12 @@ from flywheel.decode.interface import Launched
 from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.session import Step
 from flywheel.errors import UsageError
-from flywheel.ir import Buffer, DType, MegakernelProgram, validate
+from flywheel.ir import TARGETS, Buffer, DType, MegakernelProgram, ScheduleConfig, validate
 from flywheel.ir.recipe import Recipe, recipe_of
 from flywheel.judge.verdicts import default_positions, judge_repeated, verify
+from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import Verdict
+from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.rope import RopeScaling
 from flywheel.models.spec import DecoderSpec
@@ -223,3 +225,15 @@ def test_the_logits_of_another_launch_must_be_the_same(opened: Opened) -> None:
     off = judge_repeated([Step(logits[0] * 1.002, 0)], logits, 5, session.dtype)
     assert not off.passed
     assert off.where == "position 5, row 0, logits of another launch"
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("window", [37, None, 36, 38])
+def test_a_program_whose_window_is_one_row_off_fails(window: int | None, dtype: DType) -> None:
+    spec = replace(SPEC, window=37, windowed=(True, False))
+    other = replace(spec, window=window, windowed=() if window is None else spec.windowed)
+    program = lower(decode_step(other, 64, dtype), ScheduleConfig(), replace(TARGETS["h100"], num_sms=6))
+    weights = random_weights(spec, 1, TORCH_DTYPES[dtype])
+    verdict = verify(ReferenceSession(program, spec, weights), weights, default_positions(64))
+    assert verdict.passed == (window == 37)
+    assert verdict.passed or (verdict.error > 5 * verdict.bound and "L0.attn" in verdict.where)

@@ -28,6 +28,7 @@ from flywheel.ir import (
 )
 from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.ir.simulate import simulate_adversarial, simulate_counters
+from flywheel.ir.window import in_rows
 from flywheel.lowering.lower import lower
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.models.decoder import DTYPES, decode_step
@@ -68,13 +69,15 @@ class Case:
 def specs(draw: st.DrawFn) -> DecoderSpec:
     """Small decoders of every family, in sizes that are multiples of little."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
+    n_layers = draw(st.integers(1, 3))
+    windowed = draw(st.lists(st.booleans(), min_size=n_layers, max_size=n_layers))
     n_kv_heads = draw(st.integers(1, 4))
     return DecoderSpec(
         name="small",
         family=family,  # type: ignore[arg-type]
         hidden=draw(st.integers(8, 200)),
         intermediate=draw(st.integers(8, 400)),
-        n_layers=draw(st.integers(1, 3)),
+        n_layers=n_layers,
         n_heads=n_kv_heads * draw(st.integers(1, 3)),
         n_kv_heads=n_kv_heads,
         head_dim=draw(st.sampled_from((2, 6, 16, 40))),
@@ -83,6 +86,8 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
         norm_eps=1e-5,
         max_position=8192,
         tied_head=draw(st.booleans()),
+        window=draw(st.integers(1, 600)) if any(windowed) else None,
+        windowed=tuple(windowed),
         **{name: value for name, value in FAMILIES[family].items() if draw(st.booleans())},
     )
 
@@ -280,21 +285,27 @@ def test_every_projection_is_shared_by_all_sms(case: Case) -> None:
 @given(cases())
 def test_kv_blocks_partition_the_context_and_partials_are_merged(case: Case) -> None:
     program = case.program
-    windows: dict[int, list[tuple[int, int]]] = {}
+    spans: dict[int, list[tuple[int, int]]] = {}
     merged: dict[int, int] = {}
     for task in program.tasks:
         for op, read, params in steps(task):
             if op == "ATTENTION_TILE":
                 assert read[1] is not None
-                windows.setdefault(read[1], []).append((params["kv_start"], params["kv_len"]))
+                rows = in_rows(params)
+                spans.setdefault(read[1], []).append((rows["kv_start"], rows["kv_len"]))
         if does(task, "ATTENTION_COMBINE"):
             for number in task.inputs:
                 merged[number] = merged.get(number, 0) + 1
-    assert len(windows) == case.spec.n_layers * case.spec.n_kv_heads
-    assert all(partitions(spans, case.context) for spans in windows.values())
-    assert len({tuple(sorted(spans)) for spans in windows.values()}) == 1
+    assert len(spans) == case.spec.n_layers * case.spec.n_kv_heads
+    several = []
+    for layer, number in enumerate(sorted(spans)):
+        seen = min(case.context, case.spec.window_of(layer // case.spec.n_kv_heads) or case.context)
+        first = case.context - seen
+        assert partitions([(start - first, length) for start, length in spans[number]], seen)
+        several.append((seen, len(spans[number])))
+    assert len(set(several)) == len({seen for seen, _ in several})
     partials = [b.id for b in program.buffers if "partial." in b.name]
-    assert bool(partials) == (len(next(iter(windows.values()))) > 1)
+    assert bool(partials) == any(count > 1 for _, count in several)
     assert all(number in merged for number in partials)
 
 
@@ -331,6 +342,6 @@ def test_every_program_can_be_moved_along_the_sequence(case: Case, data: st.Data
         moved = at_position(program, pos)
         result = validate(moved, strict=True)
         assert result.ok, result.report()
-        reach = max(t.params["kv_start"] + t.params["kv_len"] for t in moved.tasks if t.params.get("kv_len"))
-        assert reach == pos + 1
+        read = [in_rows(task.params) for task in moved.tasks if task.params.get("kv_len")]
+        assert max(each["kv_start"] + each["kv_len"] for each in read) == pos + 1
     assert at_position(program, case.context - 1).tasks == program.tasks

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.errors import ConfigError, UnsupportedModelError
+from flywheel.errors import UnsupportedModelError
 from flywheel.models.catalog import CATALOG
-from flywheel.models.decoder import decode_step
 from flywheel.models.families import count_params
 from flywheel.models.hf import foreign_fields, load_spec, spec_from_config
 from flywheel.models.rope import RopeScaling
@@ -149,7 +148,7 @@ def test_layers_without_a_window_have_no_rope_however_wide_the_window_is() -> No
         kinds = changes.get("layer_types", [SLIDING, SLIDING, SLIDING, FULL] * 8)
         assert [spec.rope_of(layer) is not None for layer in range(32)] == [kind == SLIDING for kind in kinds]
     alike = spec_from_config(COMMAND_R7B | {"layer_types": [FULL] * 32}, "command")
-    assert alike.reach == 132096 and not any(map(alike.rope_of, range(32)))
+    assert alike.max_position == 132096 and not any(map(alike.rope_of, range(32)))
 
 
 def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
@@ -336,7 +335,6 @@ def test_a_missing_required_field_is_refused_by_name(field: str) -> None:
         (without(MISTRAL_7B, "sliding_window"), {}, 4096),
         (MISTRAL_7B, {"sliding_window": None}, None),
         (MISTRAL_7B, {"sliding_window": 32768}, None),  # as far as the model reaches
-        (LLAMA3_8B, {"sliding_window": 1024}, 1024),
         (QWEN25_7B, {"use_sliding_window": False, "sliding_window": 1024}, None),
         (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 28}, None),
         (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 27}, 1024),
@@ -347,11 +345,23 @@ def test_a_window_is_read_where_some_layer_has_one(base: Config, changes: Config
     assert spec_from_config(base | changes, "x").window == window
 
 
-def test_a_context_beyond_the_window_is_refused_and_one_within_it_is_not() -> None:
-    spec = spec_from_config(MISTRAL_7B | {"sliding_window": 4096}, "x")
-    assert decode_step(spec, 4096).context == 4096
-    with pytest.raises(ConfigError, match="x: context 4097 exceeds sliding_window 4096; supported: up to that"):
-        decode_step(spec, 4097)
+@pytest.mark.parametrize(
+    ("base", "changes", "marks"),
+    [
+        (MISTRAL_7B, {"sliding_window": 4096}, ()),
+        (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 27}, (*[False] * 27, True)),
+        (SMOLLM3_3B, {"use_sliding_window": True, "sliding_window": 9, "layer_types": None}, (*[False] * 3, True) * 9),
+    ],
+)
+def test_the_layers_with_a_window_are_those_of_transformers(
+    base: Config, changes: Config, marks: tuple[bool, ...]
+) -> None:
+    assert spec_from_config(base | changes, "x").windowed == marks
+
+
+def test_a_family_without_windows_reaches_as_far_as_the_caches_of_transformers_keep_rows() -> None:
+    spec = spec_from_config(LLAMA3_8B | {"sliding_window": 1024}, "x")
+    assert (spec.window, spec.max_position) == (None, 1024)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ LONG_ROPE = {
 }
 """Of 12 elements of a head. With Phi-3's default, contexts of up to 4096 are short."""
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FULL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
@@ -71,7 +72,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", dict(SIZES, logit_scale=0.8)),
     "cohere2": ("Cohere2", dict(SIZES, logit_scale=0.8, sliding_window=CONTEXT, num_hidden_layers=4)),
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
-    "mistral-windowed": ("Mistral", dict(SIZES, sliding_window=CONTEXT)),
+    "mistral-window": ("Mistral", dict(SIZES, sliding_window=37)),
+    "mistral-short-window": ("Mistral", dict(SIZES, sliding_window=3)),
+    "ministral": ("Ministral", dict(SIZES, head_dim=16, sliding_window=50, layer_types=[SLIDING, FULL, SLIDING])),
+    "qwen2-window": ("Qwen2", dict(SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1)),
+    "smollm3-window": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=40)),
     "qwen2": ("Qwen2", dict(SIZES)),
     "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
     "qwen3-tied": ("Qwen3", dict(SIZES, head_dim=16, tie_word_embeddings=True)),
@@ -80,6 +85,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", dict(SIZES, num_hidden_layers=5)),
     "smollm3-untied": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
     "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
+    "phi3-window": ("Phi3", dict(SIZES, sliding_window=23)),
     "phi3-short": ("Phi3", dict(SIZES, rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.75})),
     "glm": ("Glm", dict(SIZES, head_dim=32)),
     "glm4": ("Glm4", dict(SIZES, head_dim=32)),
@@ -231,7 +237,6 @@ def logits_with(folder: Path, changes: dict[str, Any], ids: list[int]) -> torch.
     return logits
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = [
     ("mistral", {"sliding_window": 8}),
     ("mistral", {"sliding_window": None}),

@@ -25,7 +25,7 @@ LLAMA = DecoderSpec("llama", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 128)
 SPECS = (
     LLAMA,
     dataclasses.replace(LLAMA, name="scaled", tied_head=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
-    dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4, vocab=128),
+    dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4, vocab=128, window=7),
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True, o_bias=True, mlp_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
 )

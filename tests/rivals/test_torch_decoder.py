@@ -50,6 +50,7 @@ SPECS = (
     dataclasses.replace(
         LLAMA, name="starcoder2", family="starcoder2", norm="layer", norm_bias=True, gated=False, activation="gelu_tanh"
     ),
+    dataclasses.replace(LLAMA, name="window", family="ministral", window=7, windowed=(True, False)),
     dataclasses.replace(LLAMA, name="odd", hidden=72, intermediate=104, n_heads=3, n_kv_heads=1, head_dim=24),
 )
 

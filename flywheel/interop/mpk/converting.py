@@ -61,6 +61,8 @@ def convert(
     if batch > ABI_MAX_ROWS:
         raise UnsupportedModelError(f"rank {graph.rank}: {batch} requests, more than {ABI_MAX_ROWS}")
     step = decode_step(spec, context, dtype, batch)
+    if any("window" in op.params for block in step.kinds for op in block.ops):
+        raise UnsupportedModelError(f"{spec.name}: layers see {spec.window} positions; MPK's attention sees all")
     units = _units(graph, roles_of(graph, spec))
     made = _ProgramTables(graph, step, min(workers, target.num_sms)).program(units)
     meta = {

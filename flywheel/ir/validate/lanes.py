@@ -1,5 +1,6 @@
-"""Two rules of positions: one lets each sequence have a position of its own, since tasks that share a cache move
-together; the other lets a launch put several tokens of a sequence at consecutive rows of one cache.
+"""Three rules of positions: one lets each sequence have a position of its own, since tasks that share a cache move
+together; one lets windows move with them; one lets a launch put several tokens of a sequence at consecutive rows of one
+cache.
 
 Tasks append one row each, that of their lane, and attend to rows up to that of their lane. Then the rows that a launch
 at position p writes are p, p + 1.., a lane each, wherever p is, and the rules of races see them as cells of the cache
@@ -13,15 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from flywheel.ir.access import reads_window
-from flywheel.ir.compressed import as_runs, task_of
+from flywheel.ir.compressed import as_runs, brief_runs, task_of
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.lanes import lane_of, lanes_of_caches
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.operations import APPENDS
+from flywheel.ir.positions import last_position
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.recipe import Arg, Input, recipe_steps
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
+from flywheel.ir.window import first_row
 
 
 def check_lanes(program: MegakernelProgram, findings: Findings) -> None:
@@ -124,10 +127,31 @@ def _window_fault(task: Task, cache: int) -> str | None:
 
 
 def _end_fault(task: Task, base: int) -> str | None:
-    end, own = task.params["kv_start"] + task.params["kv_len"], base + lane_of(task)
+    end, own = first_row(task.params) + task.params["kv_start"] + task.params["kv_len"], base + lane_of(task)
     if task.params["kv_len"] and end > own + 1:
         return f"lane {lane_of(task)} stands at row {own}, and reads up to row {end - 1}"
     return None
+
+
+def check_windows(program: MegakernelProgram, findings: Findings) -> None:
+    """Check that every task with a `window` stands where the program was lowered for.
+
+    Then its rows are furthest behind there, and its bounds hold at every position that a launch can have.
+    """
+    runs, _ = brief_runs(program)
+    params = [each.params for run in runs for each in run.tiles.stretches]
+    windows = [each for each in params if "window" in each]
+    if not windows:
+        return
+    last = last_position(params)
+    if all(last_position([each]) == last for each in windows):
+        return
+    for task in program.tasks:
+        if "window" in task.params and last_position([task.params]) != last:
+            text = f"pos={task.params['pos']} with a window, in a program that stands at position {last}"
+            findings.error("kv-window", f"task {task.id} ({task.label}): {text}", task.id)
+            if findings.full:
+                return
 
 
 def check_sequences(program: MegakernelProgram, findings: Findings) -> None:

@@ -11,6 +11,7 @@ from flywheel.ir.records import Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.version import ABI_MAX_ROWS
+from flywheel.ir.window import first_row, rows_in_sight
 
 _INT32: Final = 2**31
 _FLOAT32: Final = (2.0 - 2.0**-23) * 2.0**127
@@ -33,9 +34,9 @@ def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str],
             findings.error("bad-param", f"{_where(task)}: {name} is a param of a recipe's step alone", task.id)
         elif name != "recipe" or task.op is not InstructionKind.FUSED:
             findings.warn("unknown-param", f"{_where(task)}: param {show(name)} does not reach the device", task.id)
-    fault = _rows_fault(params)
-    if fault is not None:
-        findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
+    for fault in (_rows_fault(params), _window_fault(params)):
+        if fault is not None:
+            findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
 
 
 def _where(task: Task) -> str:
@@ -69,18 +70,43 @@ def _table_fault(name: str, value: Any) -> str | None:
     return None if wrong is None else f"{name} has {show(wrong)}, not a float of at least 0"
 
 
+def _place(params: Mapping[str, Any]) -> list[int | None]:
+    """`pos`, `kv_start` and `kv_len`; None for what is no int."""
+    given = [params.get(name) for name in ("pos", "kv_start", "kv_len")]
+    return [value if type(value) is int else None for value in given]
+
+
+def _window_fault(params: Mapping[str, Any]) -> str | None:
+    """The fault of `window`, or None. What a task reads must be in sight of its token."""
+    window = params.get("window")
+    if type(window) is not int or window < 1:  # absent, or found to be bad by itself
+        return None
+    pos, start, length = _place(params)
+    if pos is None or start is None or length is None:
+        return "window without pos, kv_start and kv_len"
+    if params.get("kv_rows") == KvRows.NEW:
+        return f"window={window} with kv_rows={KvRows.NEW} (NEW), the row at pos"
+    seen = rows_in_sight(params, pos)
+    if length > 0 and start + length > seen:
+        return f"kv_start + kv_len = {start + length} with window={window}, of which pos={pos} sees {seen} rows"
+    return None
+
+
 def _rows_fault(params: Mapping[str, Any]) -> str | None:
-    """The fault of `kv_rows`, or None. Its window must lie before `pos`, or be the row at `pos`."""
+    """The fault of `kv_rows`, or None. Its rows must lie before `pos`, or be the row at `pos`."""
     if "kv_rows" not in params:
         return None
-    rows, place = params["kv_rows"], [params.get(name) for name in ("pos", "kv_start", "kv_len")]
+    rows = params["kv_rows"]
     if rows not in tuple(KvRows):
         return f"kv_rows={show(rows)} is not one of {', '.join(f'{each.value} ({each.name})' for each in KvRows)}"
-    pos, start, length = (value if type(value) is int else None for value in place)
+    pos, start, length = _place(params)
     if pos is None or start is None or length is None:
         return "kv_rows without pos, kv_start and kv_len"
     if rows == KvRows.NEW and (start, length) != (pos, 1):
         return f"kv_rows={rows} (NEW) with rows {start}..{start + length} as its window, not the one at pos={pos}"
+    window = params.get("window")
+    if type(window) is int and window > 0:
+        start += first_row(params)
     if rows == KvRows.PAST and length > 0 and start + length > pos:
         return f"kv_rows={rows} (PAST) with a window that ends at row {start + length}, behind pos={pos}"
     return None

@@ -43,8 +43,9 @@ def check_recipe(task: Task, findings: Findings) -> bool:
         text = f"a step of the recipe needs param {', '.join(sorted(missing))}"
         findings.error("missing-param", f"{where}: {text}", task.id)
     fixed = [name for step in recipe.steps for name in ("pos", "kv_start", "kv_len") if name in step.params]
-    if fixed and "kv_rows" in task.params:
-        text = f"recipe: a step has its own {fixed[0]}, which kv_rows leaves to the task"
+    moving = [name for name in ("kv_rows", "window") if name in task.params]
+    if fixed and moving:
+        text = f"recipe: a step has its own {fixed[0]}, which {moving[0]} leaves to the task"
         findings.error("bad-recipe", f"{where}: {text}", task.id)
     if len(findings.errors) > before:
         return False

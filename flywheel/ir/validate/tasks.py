@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from marshal import dumps, loads
-from typing import Final
+from typing import Any, Final
 
 from flywheel.ir.access import tile, tile_rows
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind, DType
@@ -23,6 +23,7 @@ from flywheel.ir.validate.operands import OperandFault, converts, operand_faults
 from flywheel.ir.validate.params import check_params
 from flywheel.ir.validate.recipe import check_recipe
 from flywheel.ir.version import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_WAITS
+from flywheel.ir.window import in_rows
 
 _ARITY: Final = {op: (*row.arity, *row.n_outputs) for op, row in OPERATIONS.items()}
 """(least inputs, most inputs, least outputs, most outputs)."""
@@ -248,14 +249,17 @@ def bound_faults(
     task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
 ) -> Iterator[OperandFault]:
     """The faults of a task's operands by the table of operations."""
+    params = in_rows(task.params)
     if task.op is InstructionKind.FUSED:
-        yield from _recipe_faults(task, inputs, outputs)
+        yield from _recipe_faults(task, params, inputs, outputs)
     elif outputs:
-        yield from operand_faults(task.op, task.params, inputs, outputs[0])
+        yield from operand_faults(task.op, params, inputs, outputs[0])
 
 
-def _recipe_faults(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Iterator[OperandFault]:
-    inherited = {name: task.params[name] for name in INHERITED_PARAMS & task.params.keys()}
+def _recipe_faults(
+    task: Task, own: Mapping[str, Any], inputs: Sequence[Buffer], outputs: Sequence[Buffer]
+) -> Iterator[OperandFault]:
+    inherited = {name: own[name] for name in INHERITED_PARAMS & own.keys()}
     values: dict[Arg | Target, Buffer] = {Input(number): buffer for number, buffer in enumerate(inputs)}
     for index, step in enumerate(recipe_steps(task)):
         result = values[step.out] = step.result(index)

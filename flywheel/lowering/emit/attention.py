@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from flywheel.ir import ABI_MAX_INPUTS, PARAM_FIELDS, InstructionKind, KvRows
 from flywheel.ir.recipe import FINAL, Arg, Output, Recipe, RecipeBuilder
+from flywheel.ir.window import rows_in_sight
 from flywheel.lowering.emit.scope import PARTIAL, PARTIAL_EXTRA, Scope, TileSet, one_tile
 from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.models.graph import Op, quantised_names
@@ -31,7 +32,7 @@ def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
         return _emit_append(scope, ops, appends)
     if not appends:
         return _emit_attend(scope, ops)
-    past = _emit_past(scope, ops) if len(scope.tiling.kv_blocks()) > 1 else []
+    past = _emit_past(scope, ops) if len(_blocks(scope, ops)) > 1 else []
     # The tasks of the past come first, so that no earlier set writes the caches, and they wait for none.
     return [*past, *(_append_and_attend(scope, ops, head) for head in _heads(scope))]
 
@@ -45,16 +46,22 @@ def _appends(ops: Mapping[str, Op]) -> list[Op]:
     return [ops[name] for name in _attention(ops).inputs[1:]]
 
 
+def _blocks(scope: Scope, ops: Mapping[str, Op]) -> list[tuple[int, int]]:
+    """(first row, rows) of each KV block. Of a layer with a window, rows count from the first in sight."""
+    return scope.tiling.kv_blocks(_attention(ops).params["kv_len"])
+
+
 def _partial_names(scope: Scope, group: Group) -> list[str]:
-    """Names of the partials that a group's attention writes: none where one block covers the context.
+    """Names of the partials that a group's attention writes: none where one block covers all that it attends to.
 
     A group with appends has one partial for each block's past rows, and one for the new row.
     """
-    blocks = len(scope.tiling.kv_blocks())
+    ops = {op.output: op for op in group.ops}
+    blocks = len(_blocks(scope, ops))
     if blocks == 1:
         return []
     if any(op.kind is _K.KV_APPEND for op in group.ops):
-        return [*(_block_name(block) for block in range(len(_past_blocks(scope)))), _NEW]
+        return [*(_block_name(block) for block in range(len(_past_blocks(scope, ops)))), _NEW]
     return [_block_name(block) for block in range(blocks)]
 
 
@@ -135,8 +142,8 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
 
 def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
     """One task for each head and block, over all rows of the block up to the new one."""
-    blocks = scope.tiling.kv_blocks()
-    windows = [{"kv_start": start, "kv_len": length} for start, length in blocks]
+    blocks = _blocks(scope, ops)
+    windows = [{"kv_start": start, "kv_len": length, **_moving(scope, ops)} for start, length in blocks]
     names = [_block_name(block) for block in range(len(blocks))] if len(blocks) > 1 else [_attention(ops).output]
     return _emit_windows(scope, ops, windows, names)
 
@@ -145,8 +152,8 @@ def _emit_past(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
     """One task for each head and block, over the rows before the new one."""
     pos = _appends(ops)[0].params["pos"]
     windows = [
-        {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos}
-        for start, length in _past_blocks(scope)
+        {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos, **_moving(scope, ops)}
+        for start, length in _past_blocks(scope, ops)
     ]
     return _emit_windows(scope, ops, windows, [_block_name(block) for block in range(len(windows))])
 
@@ -180,18 +187,26 @@ def _lane_window(scope: Scope, window: dict[str, int], own: Mapping[str, int]) -
     """The rows of a window up to that of the task's lane."""
     if "lane" not in own:
         return window
-    end = scope.graph.context - scope.graph.lanes + own["lane"] + 1
-    return {**window, "kv_len": min(window["kv_len"], max(0, end - window["kv_start"]))}
+    pos = scope.graph.context - scope.graph.lanes + own["lane"]
+    seen = rows_in_sight(window, pos)
+    moving = {"pos": pos} if "window" in window else {}
+    return {**window, **moving, "kv_len": min(window["kv_len"], max(0, seen - window["kv_start"]))}
+
+
+def _moving(scope: Scope, ops: Mapping[str, Op]) -> dict[str, int]:
+    """The params of a task whose rows move with the position; none where the layer attends to all."""
+    params = _attention(ops).params
+    return {"window": params["window"], "pos": scope.graph.context - 1} if "window" in params else {}
 
 
 def _block_name(block: int) -> str:
     return f"{PARTIAL}b{block}"
 
 
-def _past_blocks(scope: Scope) -> list[tuple[int, int]]:
-    """The KV blocks without the last position. A block of that position alone is left out."""
-    last = scope.graph.context - 1
-    return [(start, min(length, last - start)) for start, length in scope.tiling.kv_blocks() if start < last]
+def _past_blocks(scope: Scope, ops: Mapping[str, Op]) -> list[tuple[int, int]]:
+    """The KV blocks without the last row, the new one. A block of that row alone is left out."""
+    last = _attention(ops).params["kv_len"] - 1
+    return [(start, min(length, last - start)) for start, length in _blocks(scope, ops) if start < last]
 
 
 def _attend_recipe(
@@ -204,12 +219,11 @@ def _attend_recipe(
 
 
 def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
-    """One head's appends and attention: over the new row if the context has several blocks, else over the whole
-    context."""
+    """One head's appends and attention: over the new row alone if there are several blocks, else over all rows."""
     graph, attention = scope.graph, _attention(ops)
     appends = _appends(ops)
     pos = appends[0].params["pos"]
-    whole = len(scope.tiling.kv_blocks()) == 1
+    whole = len(_blocks(scope, ops)) == 1
     output = attention.output if whole else _NEW
     builder = RecipeBuilder()
     made = _own_position(scope, builder, ops, head)
@@ -223,7 +237,7 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
         rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
         _append(scope, builder, op, rows, head, Output(index + 1))
     width = _attend(scope, builder, ops, head, output, made)
-    window = {"kv_start": 0, "kv_len": graph.context}
+    window = {"kv_start": 0, "kv_len": attention.params["kv_len"], **_moving(scope, ops)}
     if not whole:
         window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
     caches = _caches(scope, attention, head)

@@ -16,6 +16,7 @@ from flywheel.models.families import (
     glm4,
     granite,
     llama,
+    ministral,
     mistral,
     olmo2,
     phi3,
@@ -29,7 +30,7 @@ from flywheel.models.spec import DecoderSpec, Shape, model_weight_shapes
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {each.FAMILY.name: each.FAMILY for each in (
-        cohere, cohere2, glm, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3, starcoder2
+        cohere, cohere2, glm, glm4, granite, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3, starcoder2
     )}
 )
 """`model_type` -> its family."""

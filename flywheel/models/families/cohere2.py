@@ -9,7 +9,7 @@ from typing import Any, Final
 from flywheel.models.config_fields import ONE, Neutral
 from flywheel.models.config_reading import Fields
 from flywheel.models.families import cohere
-from flywheel.models.family import WINDOW, Family
+from flywheel.models.family import WINDOW, Family, in_all_layers
 from flywheel.models.rope import MAX_CONTEXT
 from flywheel.models.spec import MAX_LAYERS
 
@@ -50,6 +50,6 @@ def read(fields: Fields) -> dict[str, Any]:
 
 FAMILY: Final = Family(
     "cohere2", "Cohere2ForCausalLM", interleaved=True, tied_head=True, norm_eps=cohere.NORM_EPS, sliding_window=WINDOW,
-    biases=("attention_bias",), tokenizer="CohereTokenizer", read=read,
+    windows=in_all_layers, biases=("attention_bias",), tokenizer="CohereTokenizer", read=read,
     reads=(*cohere.FAMILY.reads, "sliding_window_pattern", *_NEUTRAL),
 )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from flywheel.models.family import WINDOW, Family
+from flywheel.models.family import WINDOW, Family, in_all_layers
 
-FAMILY: Final = Family("mistral", "MistralForCausalLM", n_kv_heads=8, sliding_window=WINDOW)
+FAMILY: Final = Family(
+    "mistral", "MistralForCausalLM", n_kv_heads=8, sliding_window=WINDOW, windows=in_all_layers
+)  # fmt: skip

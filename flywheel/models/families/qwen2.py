@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from flywheel.models.family import WINDOW, WINDOW_FROM, Family
+from flywheel.models.family import WINDOW, Family, in_later_layers
 
 FAMILY: Final = Family(
     "qwen2", "Qwen2ForCausalLM", n_kv_heads=32, sliding_window=WINDOW, window_needs_flag=True,
-    window_from=WINDOW_FROM, qkv_bias=True, tokenizer="Qwen2Tokenizer", tokenizer_wins=True,
+    windows=in_later_layers, qkv_bias=True, tokenizer="Qwen2Tokenizer", tokenizer_wins=True,
 )  # fmt: skip

@@ -151,8 +151,13 @@ __device__ __forceinline__ Operand result(Block& block, const amk_instruction_t&
 // Task params as ir/positions.py moves them.
 __device__ __forceinline__ void move_to(amk_instruction_t& instruction, const int (&positions)[FW_MAX_ROWS]) {
     const int position = positions[instruction.sequence];
-    if (position < 0) return;
     amk_params_t& params = instruction.params;
+#ifdef FW_WINDOW
+    if (params.group > 0) {  // rows that its token sees: kv_start counts from the first of them
+        params.kv_start += max(0, (position < 0 ? params.pos : position) + 1 - params.group);
+    }
+#endif
+    if (position < 0) return;
     if (instruction.flags & FW_INSTRUCTION_MOVES_POS) params.pos = position;
     if (instruction.flags & FW_INSTRUCTION_MOVES_WINDOW) {
         if (instruction.flags & FW_INSTRUCTION_WINDOW_NEW) params.kv_start = position;

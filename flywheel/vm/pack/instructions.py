@@ -57,10 +57,13 @@ def _fill(table: npt.NDArray[np.void], name: str, count: str, lists: Sequence[Se
 
 
 def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
-    """One `amk_params_t` for each params record. Absent params are zero."""
+    """One `amk_params_t` for each params record. Absent params are zero; `group` is `window` where there is one."""
     table = np.zeros(len(params), numpy_struct("amk_params_t"))
     for name in PARAM_FIELDS:
         table[name] = [each.get(name, 0) for each in params]
+    for row, each in enumerate(params):
+        if "window" in each:
+            table["group"][row] = each["window"]
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from flywheel.ir.access import tile, tile_rows
 from flywheel.ir.operations import APPENDS, PRODUCTS
 from flywheel.ir.recipe import Arg, Output, RecipeStep, Scratch, Target, recipe_steps
 from flywheel.ir.validate.tasks import task_findings
+from flywheel.ir.window import in_rows
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference.memory import scratch
 from flywheel.vm.reference.operands import Call, Params
@@ -47,6 +49,7 @@ class Binder:
         wrong = [] if self._proved else task_findings(task, self._buffers)
         if wrong:
             raise InvalidProgramError(wrong[0].message)
+        task = replace(task, params=in_rows(task.params)) if "window" in task.params else task
         return self._bind_recipe(task) if task.op is _K.FUSED else self._bind_primitive(task)
 
     def _bind_primitive(self, task: Task) -> list[Call]:

@@ -107,6 +107,7 @@ def test_rows_of_a_padded_vocabulary_are_left_out(graph: Graphs) -> None:
         ("micro_2layer", replace(MICRO, n_heads=2), "want 32 columns from element 0, 96 apart"),
         ("micro_2layer", replace(MICRO, intermediate=144), "do not share 144 columns"),
         ("micro_2layer", replace(MICRO, qkv_bias=True), "biases"),
+        ("micro_2layer", replace(MICRO, window=8), "layers see 8 positions"),
         ("micro_2gpu_r0", MICRO, "only a graph of one GPU converts"),
         ("tinysplit", WIDE, "(PAGED_ATTENTION_SPLIT_KV_HOPPER): has no equivalent"),
         ("exp_mla", MICRO, "do not share"),

@@ -139,6 +139,7 @@ CASES: list[tuple[str, str, Plant]] = [
     ("kv-bounds", "rows", lambda p, task, buffer: buffer(p, 18, shape=(2, 16))),
     ("kv-sequence", "window", lambda p, task, buffer: task(p, 107, params={"sequence": 1})),
     ("kv-lane", "base", lambda p, task, buffer: task(p, 105, params={"pos": 0, "lane": 1})),
+    ("kv-window", "behind", lambda p, task, buffer: task(p, 107, params={"window": 4, "pos": 6, "kv_len": 4})),
     ("kv-target", "append", lambda p, task, buffer: task(p, 105, inputs=(18, 20))),
     ("smem-limit", "above", lambda p, task, buffer: _with_smem(p, 232449)),
     ("smem-limit", "below", lambda p, task, buffer: _with_smem(p, -1)),

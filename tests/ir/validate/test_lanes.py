@@ -26,6 +26,7 @@ from flywheel.ir import (
 )
 from flywheel.ir.dag import dependency_edges
 from flywheel.ir.recipe import recipe_from_dict
+from flywheel.ir.window import in_rows, rows_in_sight
 
 _K = InstructionKind
 ROWS = 8
@@ -97,10 +98,12 @@ def test_an_attention_to_the_row_of_a_lane_that_nobody_appends_is_refused() -> N
         [append(0, 0), append(1, 1, kv_rows=2, kv_start=BASE + 1, kv_len=1)],
         [append(0, 0), attend(3, 0, [0], kv_len=BASE + 2)],
         [append(0, 0), attend(3, 0, [0], kv_len=BASE, kv_rows=1, pos=BASE)],
+        [append(0, 0), append(1, 1), attend(3, 0, [0, 1], kv_len=3, window=3, pos=BASE + 1)],
         [append(0, 0), replace(append(1, 1), inputs=(2, 1))],
         [append(0, 0), Task(3, _K.COPY, (1,), (OUT,), 3, (Wait(0, 1),))],
     ],
-    ids=["rows that are no lanes", "before row 0", "new row", "past its lane", "past", "two rows", "copy"],
+    ids=["rows that are no lanes", "before row 0", "new row", "past its lane", "past", "window",
+         "two rows", "copy"],
 )
 def test_what_else_touches_a_cache_of_several_lanes_is_refused(wrong: list[Task]) -> None:
     tasks = [replace(task, outputs=(OUT,)) if task.op is _K.COPY else task for task in wrong]
@@ -124,6 +127,12 @@ def test_a_task_that_appends_to_a_cache_of_several_lanes_may_not_attend_to_it() 
     assert codes(append(0, 0), both) == {"kv-lane"}
 
 
+def test_a_window_of_a_lane_waits_for_the_lanes_in_sight_alone() -> None:
+    far = attend(3, 2, [1, 2], kv_len=2, window=2, pos=BASE + 2)
+    assert codes(*APPENDS, far) == set()
+    assert codes(*APPENDS, attend(3, 2, [1, 2], kv_len=3, window=3, pos=BASE + 2)) == {"race-read"}
+
+
 @pytest.mark.parametrize("lane", [-1, 8])
 def test_a_lane_that_a_launch_does_not_have_is_refused(lane: int) -> None:
     task = append(0, 0)
@@ -143,14 +152,16 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
         if not number or draw(st.booleans()):
             tasks.append(append(number, lane, waits))
         else:
-            start = draw(st.sampled_from([0, 0, 3, BASE]))
-            tasks.append(attend(number, lane, waits, kv_start=start, kv_len=BASE + lane + 1 - start))
+            start, window = draw(st.sampled_from([(0, None), (3, None), (BASE, None), (0, 1), (0, 2), (0, 3), (0, 8)]))
+            moving = {} if window is None else {"window": window, "pos": BASE + lane}
+            seen = rows_in_sight(moving, BASE + lane)
+            tasks.append(attend(number, lane, waits, kv_start=start, kv_len=seen - start, **moving))
     return program(tasks)
 
 
 def rows_read(task: Task) -> range:
-    start = task.params["kv_start"]
-    return range(start, start + task.params["kv_len"])
+    params = in_rows(task.params)
+    return range(params["kv_start"], params["kv_start"] + params["kv_len"])
 
 
 def is_race_at(found: MegakernelProgram, pos: int) -> bool:

@@ -145,6 +145,8 @@ class TableVM:
         params = {name: instruction["params"][name].item() for name in PARAM_FIELDS}
         if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_POS:
             params["pos"] = pos
+        if "WINDOW" in packed.variant.features and params["group"] > 0:
+            params["kv_start"] += max(0, params["pos"] + 1 - params["group"])
         if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_WINDOW:
             if instruction["flags"] & InstructionFlag.WINDOW_NEW:
                 params["kv_start"] = pos

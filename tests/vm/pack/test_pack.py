@@ -43,6 +43,7 @@ CONFIGS = {
         tiling={"attention": {"kv_block": 16}}, fusion_grouping=(ATTEND, ("attn_combine", "o_proj"))
     ),
 }
+CONFIGS |= {f"{name}, window": config for name, config in CONFIGS.items()}
 IN, WEIGHT, ACT, OUT, KV = (
     BufferKind.IO_INPUT, BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE,
 )  # fmt: skip
@@ -51,7 +52,8 @@ Chain = Callable[..., MegakernelProgram]
 
 
 def decoder(name: str, dtype: DType = BF16) -> MegakernelProgram:
-    return lower(decode_step(SPEC, 48, dtype), CONFIGS[name], FEW)
+    spec = replace(SPEC, window=21, windowed=(True, False)) if name.endswith("window") else SPEC
+    return lower(decode_step(spec, 48, dtype), CONFIGS[name], FEW)
 
 
 def octets(packed: PackedProgram) -> dict[str, Any]:
@@ -78,7 +80,9 @@ def test_moved_params_are_those_of_the_moved_program(name: str, pos: int) -> Non
     cut = flags & int(InstructionFlag.MOVES_WINDOW) != 0
     params["pos"][moves] = pos
     params["kv_start"][flags & int(InstructionFlag.WINDOW_NEW) != 0] = pos
-    end = np.where(flags & int(InstructionFlag.WINDOW_PAST), pos, pos + 1)
+    seen = np.where(params["group"] > 0, np.minimum(params["group"], pos + 1), pos + 1)
+    end = seen - (flags & int(InstructionFlag.WINDOW_PAST) != 0)
+    end[flags & int(InstructionFlag.WINDOW_NEW) != 0] = pos + 1
     params["kv_len"][cut] = np.minimum(params["kv_len"], np.maximum(0, end - params["kv_start"]))[cut]
     assert np.array_equal(params, moved.instructions["params"])
     assert moves.any() and cut.any()
