@@ -33,7 +33,7 @@ from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.drawn import random_quantised
-from flywheel.models.rope import RopeScaling
+from flywheel.models.rope import LinearRope, Rope, RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
@@ -91,6 +91,18 @@ _FURTHER: Final = (
     DecoderSpec("mistral-window", "mistral", 64, 96, 4, 4, 2, 16, 160, 1e4, 1e-5, 512, window=21),
     DecoderSpec("ministral-tiny", "ministral", 64, 96, 5, 4, 2, 32, 160, 1e4, 1e-5, 512, window=7,
                 windowed=(True, False, True, False, True)),
+    DecoderSpec("gemma2-tiny", "gemma2", 64, 96, 4, 4, 2, 16, 160, 1e4, 1e-6, 512, tied_head=True, norms="around",
+                norm_offset=1.0, activation="gelu_tanh", embed_scale=8.0, embed_scale_rounds=True, attention_scale=0.3,
+                attention_cap=3.0, logits_cap=2.0, window=50, windowed=(True, False) * 2),
+    DecoderSpec("gemma3-tiny", "gemma3_text", 96, 96, 6, 4, 2, 16, 160, 1e6, 1e-6, 512, norms="around", norm_offset=1.0,
+                activation="gelu_tanh", embed_scale=96**0.5, embed_scale_rounds=True, attention_scale=0.3, qk_norm=True,
+                window=40, windowed=(True, True, False) * 2, local_rope=Rope(100.0), rope_scaling=LinearRope(8.0)),
+    DecoderSpec("olmo3-tiny", "olmo3", 64, 96, 4, 4, 2, 16, 160, 5e5, 1e-6, 512, norms="behind", qk_norm=True,
+                wide_qk_norm=True, window=24, windowed=(True, False) * 2, local_rope=Rope(5e5),
+                rope_scaling=LinearRope(4.0)),
+    DecoderSpec("cohere-tiny", "cohere", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, tied_head=True, norm="layer",
+                norms="shared", logits_scale=0.25),
+    DecoderSpec("glm4-tiny", "glm4", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, norms="around", rotary_dim=8),
 )  # fmt: skip
 """Models of further families. Each has works of its own, two for a new one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}

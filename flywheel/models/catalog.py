@@ -3,8 +3,9 @@
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
 Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B,
 Qwen3-4B-Instruct-2507, Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct,
-OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024, starcoder2-3b,
-starcoder2-7b and starcoder2-15b.
+OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B, Olmo-3-1025-7B, gemma-2-2b, gemma-2-9b, gemma-3-1b-pt, gemma-3-4b-pt,
+gemma-3-12b-pt, gemma-3-27b-pt, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024, starcoder2-3b, starcoder2-7b and
+starcoder2-15b.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flywheel.errors import BundleError, UnknownNameError
 from flywheel.ir.files import is_bundle
 from flywheel.models.hf import load_spec
 from flywheel.models.hub import cached_folder, cached_repo, is_repo, obtain, repo_of
-from flywheel.models.rope import LongRope, RopeScaling
+from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import has_tokenizer
 
@@ -71,6 +72,25 @@ _STARCODER2: Final[Mapping[str, Any]] = MappingProxyType(
         "activation": "gelu_tanh", "window": 4096,
     }
 )  # fmt: skip
+def _all_but_every(every: int, n_layers: int) -> tuple[bool, ...]:
+    return tuple([(layer + 1) % every != 0 for layer in range(n_layers)])
+
+
+def _gemma(
+    name: str, hidden: int, intermediate: int, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, vocab: int,
+    theta: float, max_position: int, window: int, query_scalar: int, full_every: int,
+    scaling: LinearRope | None = None, caps: tuple[float | None, float | None] = (None, None),
+) -> DecoderSpec:  # fmt: skip
+    """A Gemma 2 or 3, of which one layer in `full_every` has no window."""
+    third = name.startswith("gemma3")
+    return DecoderSpec(
+        name, "gemma3_text" if third else "gemma2", hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim,
+        vocab, theta, 1e-6, max_position, tied_head=True, qk_norm=third, rope_scaling=scaling, window=window,
+        windowed=_all_but_every(full_every, n_layers), local_rope=Rope(1e4) if third else None, norms="around",
+        norm_offset=1.0, activation="gelu_tanh", embed_scale=sqrt(hidden), embed_scale_rounds=True,
+        attention_scale=query_scalar**-0.5, attention_cap=caps[0], logits_cap=caps[1],
+    )  # fmt: skip
+
 
 # name, family, hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim, vocab, rope_theta, norm_eps, max_position
 _SPECS: Final = (
@@ -107,6 +127,15 @@ _SPECS: Final = (
                 qk_norm=True, wide_qk_norm=True),
     DecoderSpec("olmo2-13b", "olmo2", 5120, 13824, 40, 40, 40, 128, 100352, 5e5, 1e-6, 4096, norms="behind",
                 qk_norm=True, wide_qk_norm=True),
+    DecoderSpec("olmo3-7b", "olmo3", 4096, 11008, 32, 32, 32, 128, 100278, 5e5, 1e-6, 65536, norms="behind",
+                qk_norm=True, wide_qk_norm=True, window=4096, windowed=_all_but_every(4, 32), local_rope=Rope(5e5),
+                rope_scaling=YarnRope(8.0, 8192, 1.2079441541679836)),
+    _gemma("gemma2-2b", 2304, 9216, 26, 8, 4, 256, 256000, 1e4, 8192, 4096, 256, 2, caps=(50.0, 30.0)),
+    _gemma("gemma2-9b", 3584, 14336, 42, 16, 8, 256, 256000, 1e4, 8192, 4096, 256, 2, caps=(50.0, 30.0)),
+    _gemma("gemma3-1b", 1152, 6912, 26, 4, 1, 256, 262144, 1e6, 32768, 512, 256, 6),
+    _gemma("gemma3-4b", 2560, 10240, 34, 8, 4, 256, 262208, 1e6, 131072, 1024, 256, 6, LinearRope(8.0)),
+    _gemma("gemma3-12b", 3840, 15360, 48, 16, 8, 256, 262208, 1e6, 131072, 1024, 256, 6, LinearRope(8.0)),
+    _gemma("gemma3-27b", 5376, 21504, 62, 32, 16, 128, 262208, 1e6, 131072, 1024, 168, 6, LinearRope(8.0)),
     DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
     DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
                 nope_every=4),

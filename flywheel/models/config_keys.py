@@ -60,7 +60,8 @@ def keys_of(rules: Family) -> Keys:
     """What each key is to a family."""
     bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
     fixed = {"attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
-    own = {*rules.biases, *rules.reads, rules.norm_eps[0]}
+    own = {*rules.biases, *rules.reads, rules.norm_eps[0], rules.activation_field}
+    own |= {rules.local_rope[0]} if rules.local_rope is not None and rules.local_rope[0] is not None else set()
     own |= {"use_sliding_window"} if rules.window_needs_flag else set()
     own |= {"max_window_layers"} if rules.windows is in_later_layers else set()
     used = _USED | own

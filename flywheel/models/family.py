@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flywheel.models.blocks import LayerWeight, attention_ops, in_order, mlp_ops, usual_weights
@@ -91,10 +91,18 @@ class Family:
     """sliding_window counts only with use_sliding_window."""
     windows: WindowsOf | None = None
     """None where transformers has no windows for the family: of `sliding_window`, its caches know alone."""
+    local_rope: tuple[str | None, float] | None = None
+    """(the field of the base of RoPE in layers with a window, its default), where these have a RoPE of their own: then
+    `rope_parameters` has an object for each kind of layer."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Further fields that may be absent, with their defaults."""
+    text_of: str | None = None
+    """`model_type` of multimodal models whose `text_config` is of this family."""
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     """(the field of the norms' epsilon, its default)."""
     activation: str = "silu"
-    """The activation that `hidden_act` may name, one of spec.ACTIVATIONS."""
+    """The activation that `activation_field` may name, one of spec.ACTIVATIONS."""
+    activation_field: str = "hidden_act"
     qkv_bias: bool = False
     qk_norm: bool = False
     biases: tuple[str, ...] = ()

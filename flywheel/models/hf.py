@@ -8,6 +8,7 @@ absent field has the default of the model's configuration class. Source: hugging
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -99,24 +100,31 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     """The decoder that the parsed `config.json` describes. Raises UnsupportedModelError."""
     if not isinstance(config, Mapping):
         raise UnsupportedModelError(f"{name}: the config is a JSON {type(config).__name__}; supported: an object")
+    config = _text_part(config, name)
     fields = Fields(name, "", config)
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in UNSUPPORTED:
         raise fields.refusal("model_type", f"{_FAMILIES}; {UNSUPPORTED[kind]}")
     rules = FAMILIES[fields.choice("model_type", FAMILIES)]
     _check_architecture(fields, rules)
+    fields = Fields(name, "", {**rules.defaults, **config})
     fields.check_neutral(keys_of(rules).refused)
     _check_code(fields, rules)
     read_scheme(config, name)  # raises for a scheme without a format
-    if "hidden_act" in config:
-        fields.choice("hidden_act", [name for name, own in _ACTIVATIONS.items() if own == rules.activation])
+    if rules.activation_field in config:
+        named = [name for name, own in _ACTIVATIONS.items() if own == rules.activation]
+        fields.choice(rules.activation_field, named)
     n_heads, n_kv_heads, head_dim = _heads(fields, rules)
     max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
-    rope, rotary_dim = read_rope(fields, rules, head_dim, max_position)
+    rope, rotary_dim = read_rope(_rope_of(fields, rules, _FULL), rules, head_dim, max_position)
     window, windowed = _windows(fields, rules)
+    local = None
     if window is not None and rules.windows is None:
         max_position = min(window, max_position)
-    if window is not None and window >= max_position:
+    if window is not None and rules.local_rope is not None:
+        own = replace(rules, rope_theta=rules.local_rope[1])
+        local, _ = read_rope(_rope_of(fields, rules, _SLIDING), own, head_dim, max_position)
+    elif window is not None and window >= max_position:
         window, windowed = None, ()
     attention_bias, mlp_bias = (_has_bias(fields, rules, field) for field in ("attention_bias", "mlp_bias"))
     usual: dict[str, Any] = {
@@ -140,8 +148,45 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         qk_norm=rules.qk_norm,
         rope_scaling=rope.scaling,
         rotary_dim=rotary_dim,
+        local_rope=local if local != rope else None,
         **(usual | rules.read(fields)),
     )
+
+
+def _text_part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """The config of the text model in a multimodal one of a known kind; any other config as it is."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    rules = next((each for each in FAMILIES.values() if each.text_of is not None and each.text_of == kind), None)
+    if rules is None:
+        return config
+    if not isinstance(text, Mapping):
+        raise UnsupportedModelError(f"{name}: text_config is not an object; supported: the config of a {rules.name}")
+    shared = {field: config[field] for field in _SHARED if field in config}
+    return {"model_type": rules.name, **shared, **{field: text[field] for field in text if field != "architectures"}}
+
+
+_SHARED: Final = ("quantization_config", "torch_dtype", "dtype", "auto_map", "tie_word_embeddings")
+"""Fields of a multimodal model's config that hold of its text model."""
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _rope_of(fields: Fields, rules: Family, kind: str) -> Fields:
+    """The fields as layers of a kind have them, where kinds have a RoPE of their own."""
+    if rules.local_rope is None:
+        return fields
+    values, found = dict(fields.values), fields.values.get("rope_parameters")
+    if found is not None:
+        if not isinstance(found, Mapping) or not found.keys() <= {_FULL, _SLIDING}:
+            raise fields.refusal("rope_parameters", f"an object with {_FULL} and {_SLIDING}")
+        values["rope_parameters"] = found.get(kind)
+    if kind == _SLIDING:
+        named, _ = rules.local_rope
+        for field in ("rope_theta", "rope_scaling"):
+            values.pop(field, None)
+        if named is not None and named in values:
+            values["rope_theta"] = values[named]
+    return Fields(fields.source, fields.prefix, values)
 
 
 def _has_bias(fields: Fields, rules: Family, field: str) -> bool:

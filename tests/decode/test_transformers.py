@@ -83,6 +83,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", dict(SIZES)),
     "starcoder2": ("Starcoder2", dict(SIZES, intermediate_size=256, num_key_value_heads=4)),
+    "olmo3": (
+        "Olmo3", dict(SIZES, num_hidden_layers=4, sliding_window=CONTEXT, rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 9000.0, "factor": 4.0},
+        }),
+    ),
+    "gemma2": (
+        "Gemma2", dict(SIZES, head_dim=32, sliding_window=CONTEXT, query_pre_attn_scalar=20,
+                       attn_logit_softcapping=3.0, final_logit_softcapping=2.0, attn_implementation="eager",
+                       tie_word_embeddings=False),
+    ),
+    "gemma3": (
+        "Gemma3", dict(SIZES, num_hidden_layers=4, head_dim=32, sliding_window=CONTEXT, query_pre_attn_scalar=24,
+                       sliding_window_pattern=2, rope_theta=5e4, rope_local_base_freq=100.0,
+                       tie_word_embeddings=False),
+    ),
     "smollm3": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, tie_word_embeddings=False)),
     "smollm3-window": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=40,
         tie_word_embeddings=False)),
@@ -95,7 +111,8 @@ def known(family: str) -> tuple[type[PreTrainedModel], Any]:
     import transformers
 
     name, fields = FAMILIES[family]
-    return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")(**fields)
+    config = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, config)(**fields)
 
 Opened = tuple[Any, ReferenceSession, EagerDecoder]
 
@@ -112,7 +129,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
             for name, parameter in model.named_parameters():
                 deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
                 deviation = 0.03 if name.endswith(SMALL) else deviation
-                mean = 1.0 if name.endswith("norm.weight") else 0.0
+                mean = 1.0 if name.endswith("norm.weight") and "Gemma" not in type(model).__name__ else 0.0
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
         precision = TORCH_DTYPES[DTYPES[dtype]]
         model.to(precision).save_pretrained(tmp_path)

@@ -15,7 +15,7 @@ from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import OracleWeights
-from flywheel.models.rope import YarnRope
+from flywheel.models.rope import LinearRope, Rope, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.plan.variant import variant_of
@@ -43,10 +43,22 @@ SPECS = {
         "starcoder2", "starcoder2", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, qkv_bias=True, o_bias=True,
         mlp_bias=True, norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",
     ),
+    "gemma2": DecoderSpec(
+        "gemma2", "gemma2", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-6, 512, tied_head=True, norms="around", norm_offset=1.0,
+        activation="gelu_tanh", embed_scale=128**0.5, embed_scale_rounds=True, attention_scale=0.2, attention_cap=2.0,
+        logits_cap=2.0,
+    ),
+    "gemma3": DecoderSpec(
+        "gemma3", "gemma3_text", 128, 256, 3, 4, 2, 64, 520, 1e6, 1e-6, 512, tied_head=True, norms="around",
+        norm_offset=1.0, activation="gelu_tanh", embed_scale=128**0.5, embed_scale_rounds=True, attention_scale=0.2,
+        qk_norm=True, window=100, windowed=(True, True, False), local_rope=Rope(1e2), rope_scaling=LinearRope(8.0),
+    ),
 }  # fmt: skip
 FEATURES = {
     "granite": ("EMBED_SCALE", "PRODUCT_SCALE"), "olmo2": (), "phi3": ("ROPE_SCALE",),
     "cohere2": ("PRODUCT_SCALE", "LAYERNORM"), "starcoder2": ("GELU_MUL", "LAYERNORM"),
+    "gemma2": ("GELU_MUL", "NORM_OFFSET", "EMBED_SCALE", "PRODUCT_CAP", "ATTENTION_CAP"),
+    "gemma3": ("GELU_MUL", "NORM_OFFSET", "EMBED_SCALE", "WINDOW"),
 }  # fmt: skip
 SPECS |= {
     "mistral": DecoderSpec("mistral", "mistral", 128, 256, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, window=37),

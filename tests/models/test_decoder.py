@@ -130,5 +130,5 @@ def test_layers_without_rope_are_a_kind_of_their_own() -> None:
 
 
 def test_a_family_that_is_none_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="family='gpt2' is not one of llama, "):
+    with pytest.raises(UnsupportedModelError, match="family='gpt2' is not one of cohere, "):
         decode_step(replace(PLAIN, family="gpt2"), 8)

@@ -17,13 +17,14 @@ from flywheel.models.forward import PLAIN, rope_turns, rotate, turning_of
 def test_angles_are_the_oracles_for_every_known_model(name: str) -> None:
     spec = CATALOG[name]
     graph = decode_step(spec, 1, DType.BF16)
-    (turning,) = turning_of(graph).values()
-    torch.testing.assert_close(turning, rope_table(spec.rope_of(0), spec, False), rtol=5e-7, atol=0.0)
-    cosines, sines = rope_turns(torch.arange(64), turning)
-    angles, half = torch.outer(torch.arange(64).float(), turning[0]), spec.head_dim // 2
-    assert torch.equal(cosines[:, 0], (angles.cos() * turning[1]).repeat(1, 2))
-    assert torch.equal(sines[:, 0, half:], angles.sin() * turning[1])
-    assert torch.equal(sines[:, 0, :half], -angles.sin() * turning[1])
+    ropes = dict.fromkeys([rope for layer in range(spec.n_layers) if (rope := spec.rope_of(layer)) is not None])
+    for rope, turning in zip(ropes, turning_of(graph).values(), strict=True):
+        torch.testing.assert_close(turning, rope_table(rope, spec, False), rtol=5e-7, atol=0.0)
+        cosines, sines = rope_turns(torch.arange(64), turning)
+        angles, half = torch.outer(torch.arange(64).float(), turning[0]), spec.head_dim // 2
+        assert torch.equal(cosines[:, 0], (angles.cos() * turning[1]).repeat(1, 2))
+        assert torch.equal(sines[:, 0, half:], angles.sin() * turning[1])
+        assert torch.equal(sines[:, 0, :half], -angles.sin() * turning[1])
 
 
 def test_a_rotation_turns_pairs_half_a_head_apart() -> None:

@@ -12,6 +12,8 @@ from flywheel.models.blocks import LayerWeight
 from flywheel.models.families import (
     cohere,
     cohere2,
+    gemma2,
+    gemma3,
     glm,
     glm4,
     granite,
@@ -19,6 +21,7 @@ from flywheel.models.families import (
     ministral,
     mistral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -30,7 +33,8 @@ from flywheel.models.spec import DecoderSpec, Shape, model_weight_shapes
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {each.FAMILY.name: each.FAMILY for each in (
-        cohere, cohere2, glm, glm4, granite, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3, starcoder2
+        cohere, cohere2, gemma2, gemma3, glm, glm4, granite, llama, ministral, mistral, olmo2, olmo3, phi3, qwen2,
+        qwen3, smollm3, starcoder2,
     )}
 )
 """`model_type` -> its family."""

@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t weigh_halves(uint32_t x, uint32_t w) {
 #ifdef FW_NORM_OFFSET
     uint32_t sums;
-    asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(sums) : "r"(x), "r"(w));  // x * w + x
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(x), "r"(w), "r"(x));  // x * w + x
     return sums;
 #else
     return multiply_halves(x, w);

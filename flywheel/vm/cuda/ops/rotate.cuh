@@ -111,8 +111,8 @@ struct HeadPair {
     }
     // As the norm of its head would store it.
     __device__ __forceinline__ void norm(float scale, const Two& weights) {
-        low = from_float<element_t>(to_float(low) * scale * weights.first());
-        high = from_float<element_t>(to_float(high) * scale * weights.second());
+        low = from_float<element_t>(to_float(low) * scale * norm_weight(weights.first()));
+        high = from_float<element_t>(to_float(high) * scale * norm_weight(weights.second()));
     }
     __device__ __forceinline__ void rotate_by(SineCosine turn) {
         const float2 turned = rotate(to_float(low), to_float(high), turn);
