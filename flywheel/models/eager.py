@@ -112,6 +112,8 @@ class OracleWeights:
         self.wide: Final = torch.float64 if dtype == torch.float64 else torch.float32
         self.device: Final = torch.device(device)
         self.embed: Final = own(model_weight_key(spec, "embed"))
+        scale = torch.tensor(spec.embed_scale, dtype=torch.float32)
+        self.embed_scale: Final = float(scale.to(dtype) if spec.embed_scale_rounds else scale)
         self.final_norm: Final = own(model_weight_key(spec, "final_norm"))
         self.final_norm_bias: Final = own(model_weight_key(spec, "final_norm_bias")) if spec.norm_bias else None
         head = MODEL_WEIGHT_KEYS["lm_head"]
@@ -289,10 +291,7 @@ def norm_roles(spec: DecoderSpec) -> tuple[str | None, str | None, str | None, s
 
 def embedded(own: OracleWeights, tokens: Tensor) -> Tensor:
     """The embeddings of tokens [S], times their factor, [S, hidden] in the wide type."""
-    scale = torch.tensor(own.spec.embed_scale, dtype=torch.float32)
-    if own.spec.embed_scale_rounds:
-        scale = scale.to(own.dtype)
-    return own.embed[tokens].to(own.wide) * float(scale)
+    return own.embed[tokens].to(own.wide) * own.embed_scale
 
 
 def scaled_scores(spec: DecoderSpec, scores: Tensor) -> Tensor:

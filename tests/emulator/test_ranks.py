@@ -34,7 +34,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "qkv_bias": True, "o_bias": True,
         "mlp_bias": True,
     },
-    "ministral": {"window": 3, "windowed": (True, False)},
+    "ministral": {"window": 3},
 }  # fmt: skip
 FUSED = (
     ("attn_norm", "q_proj", "k_proj", "v_proj"), ("attn_combine", "o_proj", "attn_add"),

@@ -38,13 +38,13 @@ SPECS = (
     LLAMA,
     dataclasses.replace(LLAMA, name="scaled", tied_head=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
     dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4),
-    dataclasses.replace(
-        LLAMA, name="phi3", family="phi3", rope_scaling=LongRope((1.0,) * 6, (1.5,) * 6, 20, 1.25), rotary_dim=12
-    ),
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
     dataclasses.replace(
         LLAMA, name="smollm3", family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True
+    ),
+    dataclasses.replace(
+        LLAMA, name="phi3", family="phi3", rope_scaling=LongRope((1.0,) * 6, (1.5,) * 6, 20, 1.25), rotary_dim=12
     ),
     dataclasses.replace(LLAMA, name="cohere2", family="cohere2", norm="layer", norms="shared", logits_scale=0.5),
     dataclasses.replace(
