@@ -7,7 +7,7 @@ that names the tensor and the file. Source: huggingface/safetensors, `README.md`
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
 from typing import Any, Final
@@ -37,6 +37,12 @@ _OF_CACHES: Final = (
     ".k_zero_point", ".v_zero_point", ".k_cache_scale", ".v_cache_scale",
 )  # fmt: skip
 """Ends of names of scales of quantised caches and outputs."""
+_NESTED: Final = "model.language_model."
+_TEXT: Final = ("language_model.", _NESTED)
+"""Beginnings of names of the text model's tensors in a multimodal checkpoint."""
+_OTHER_PARTS: Final = tuple([
+    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+])  # fmt: skip
 _TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS["embed"]})
 
 
@@ -57,9 +63,14 @@ class _File:
     name: str
     handle: Any
     keys: tuple[str, ...]
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Key -> the file's name for it, where that is another."""
+
+    def header(self, key: str) -> Any:
+        return self.handle.get_slice(self.stored.get(key, key))
 
     def check(self, key: str, wanted: Wanted) -> None:
-        header = self.handle.get_slice(key)
+        header = self.header(key)
         found, dtype = tuple(header.get_shape()), header.get_dtype()
         if found not in (tuple(wanted.shape), *wanted.others):
             raise WeightsError(f"tensor {_shown(key)} in {self.name} is {list(found)}; wanted: {list(wanted.shape)}")
@@ -68,7 +79,7 @@ class _File:
             raise WeightsError(f"tensor {_shown(key)} in {self.name} is {dtype}; supported: {known}")
 
     def read(self, key: str) -> Tensor:
-        tensor: Tensor = self.handle.get_tensor(key)
+        tensor: Tensor = self.handle.get_tensor(self.stored.get(key, key))
         return tensor
 
 
@@ -97,7 +108,7 @@ def stored_dtype(path: Path, name: str) -> DType:
     file = _holders(path).get(name)
     if file is None:
         raise WeightsError(f"tensor {_shown(name)} is not in {str(path)!r}")
-    found = file.handle.get_slice(name).get_dtype()
+    found = file.header(name).get_dtype()
     if found not in _DTYPES:
         raise WeightsError(f"tensor {_shown(name)} in {file.name} is {found}; supported: {', '.join(_DTYPES)}")
     return DType[found]
@@ -152,9 +163,9 @@ def _holders(path: Path) -> dict[str, _File]:
     folder = path.parent if path.name == "config.json" else path
     try:
         if not folder.is_dir():
-            return _keyed([_open(folder)])
+            return _text_model(_keyed([_open(folder)]))
         if (folder / _SINGLE).exists() or not (folder / _INDEX).exists():
-            return _keyed([_open(folder / _SINGLE)])
+            return _text_model(_keyed([_open(folder / _SINGLE)]))
         shard_of = _read_index(folder / _INDEX)
         holders = _keyed([_open(folder / name) for name in sorted(set(shard_of.values()))])
     except (OSError, ValueError) as error:
@@ -162,7 +173,22 @@ def _holders(path: Path) -> dict[str, _File]:
     for key, name in shard_of.items():
         if key not in holders or holders[key].name != name:
             raise WeightsError(f"tensor {_shown(key)} is not in {name}, where {_INDEX} has it")
-    return holders
+    return _text_model(holders)
+
+
+def _text_model(holders: dict[str, _File]) -> dict[str, _File]:
+    """Of a multimodal checkpoint, the text model's tensors by the names that they have alone; of any other, all."""
+    if not any(key.startswith(_TEXT) for key in holders):
+        return holders
+    stored: dict[str, str] = {}
+    for key in holders:
+        if not key.startswith(_OTHER_PARTS):
+            bare = key.removeprefix("language_model.")
+            bare = f"model.{bare.removeprefix(_NESTED)}" if bare.startswith(_NESTED) else bare
+            if bare in stored:
+                raise WeightsError(f"tensor {_shown(bare)} is both {_shown(stored[bare])} and {_shown(key)}")
+            stored[bare] = key
+    return {bare: replace(holders[key], stored=stored) for bare, key in stored.items()}
 
 
 def _keyed(files: list[_File]) -> dict[str, _File]:

@@ -466,3 +466,17 @@ def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, 
     file.write_bytes(raw)
     with pytest.raises(UnsupportedModelError):
         load_spec(file)
+
+
+def test_a_multimodal_config_is_read_by_its_text_part() -> None:
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+        "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}, "mm_tokens_per_image": 256,
+    }  # fmt: skip
+    assert spec_from_config(config, "gemma3-4b") == CATALOG["gemma3-4b"]
+    with pytest.raises(UnsupportedModelError, match=r"^x: text_config is not an object; supported: "):
+        spec_from_config({**config, "text_config": None}, "x")
