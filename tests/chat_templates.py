@@ -4,9 +4,10 @@ conversation differs from transformers'."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any, Final
 
 from mutations import mutate_bytes
@@ -202,28 +203,32 @@ class Renderers:
         self._folder = folder
         self._theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(tokens)), **SPECIAL)
 
-    def differ(self, text: str) -> str | None:
+    def differ(self, text: str, variables: Mapping[str, Any] = MappingProxyType({})) -> str | None:
         """How the texts of a conversation differ; None where both are equal, or both refuse."""
         for chat in CHATS:
-            mine, other = self.by_flywheel(text, chat), self._by_transformers(text, chat)
+            mine, other = self.by_flywheel(text, chat, variables), self._by_transformers(text, chat, variables)
             if mine != other and (mine is None or other is None or _OBJECT.sub("", mine) != _OBJECT.sub("", other)):
                 return f"{mine!r}, and of transformers {other!r}"
         return None
 
-    def by_flywheel(self, text: str, chat: list[dict[str, Any]]) -> str | None:
+    def by_flywheel(
+        self, text: str, chat: list[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str | None:
         from flywheel.models.templating import render
         from flywheel.models.tokenizer_files import Templates
 
         templates = Templates(self._folder, {"default": ("chat_template.jinja", text)})
         try:
-            return render(templates, chat, SPECIAL)
+            return render(templates, chat, SPECIAL, variables)
         except FlywheelError:
             return None
 
-    def _by_transformers(self, text: str, chat: list[dict[str, Any]]) -> str | None:
+    def _by_transformers(
+        self, text: str, chat: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> str | None:
         try:
             made: str = self._theirs.apply_chat_template(
-                chat, chat_template=text, tokenize=False, add_generation_prompt=True
+                chat, chat_template=text, tokenize=False, add_generation_prompt=True, **variables
             )
         except Exception:  # noqa: BLE001  whatever it refuses a conversation with
             return None

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final
 
 from jinja2 import Template, nodes
@@ -30,13 +31,20 @@ _RENDERING: Final = (TemplateError, ArithmeticError, AttributeError, LookupError
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENTS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables that a special token cannot be called."""
+_SETTABLE: Final = frozenset({"documents"})
+"""Those of them that a request may set."""
 
 
-def render(templates: Templates, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str]) -> str | None:
+def render(
+    templates: Templates, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str],
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> str | None:  # fmt: skip
     """The conversation up to the beginning of the next answer, as the template `default` writes it; None without any
-    template. `special` are the special tokens by their names.
+    template. `special` are the special tokens by their names. `variables` are further ones of the template, such as
+    `enable_thinking`; they go before the special tokens.
 
-    Raises TokenizerError for a template that is at fault, and RequestError for a conversation that it refuses.
+    Raises TokenizerError for a template that is at fault, and RequestError for a conversation that it refuses, and for
+    a variable that it does not read.
     """
     if not templates.named:
         return None
@@ -47,14 +55,15 @@ def render(templates: Templates, messages: Sequence[Mapping[str, Any]], special:
     if not messages:
         raise RequestError("messages: none; a conversation has at least one")
     try:
-        template = _compiled(text)
+        template, read = _compiled(text)
     except (*_RENDERING, SyntaxError) as error:
         raise TokenizerError(file, f"chat template: {_words(error)}") from None
+    unread = next((name for name in variables if name not in read or name in _ARGUMENTS - _SETTABLE), None)
+    if unread is not None:
+        raise RequestError(f"messages: the chat template has no variable {unread[:60]!r} that a request may set")
+    usual = {"messages": [_message(each) for each in messages], "tools": None, "documents": None}
     try:
-        return template.render(
-            messages=[_message(each) for each in messages], tools=None, documents=None, add_generation_prompt=True,
-            **special,
-        )  # fmt: skip
+        return template.render({**special, **usual, "add_generation_prompt": True, **variables})
     except _RefusalError as error:
         raise RequestError(f"messages: the chat template refuses them: {_words(error)}") from None
     except SecurityError as error:
@@ -133,7 +142,8 @@ def _tojson(
 
 
 @cache
-def _compiled(text: str) -> Template:
+def _compiled(text: str) -> tuple[Template, frozenset[str]]:
+    """(a template, the names that it reads)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -142,7 +152,9 @@ def _compiled(text: str) -> Template:
         "raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form), "dict": _Dict(),
         "namespace": _Namespace,
     }  # fmt: skip
-    return environment.from_string(text)
+    parsed = environment.parse(text)
+    read = frozenset(name.name for name in parsed.find_all(nodes.Name) if name.ctx == "load")
+    return environment.from_string(text), read
 
 
 def _words(error: Exception) -> str:

@@ -97,15 +97,18 @@ class Tokenizer:
         ids: list[int] = self._ask({"encode": text})
         return ids
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation up to the beginning of the next answer, by the model's chat template.
 
-        Messages have a `role` and a `content`. Raises UsageError also where there is no template, and RequestError
-        where the template refuses the conversation.
+        Messages have a `role` and a `content`. `variables` are values of JSON for further variables of the template, by
+        name, such as `enable_thinking`. Raises UsageError also where there is no template, and RequestError where the
+        template refuses the conversation or does not read a variable.
         """
         if not _has_jinja():
             raise UsageError(f"a chat needs jinja2 3.1.6 or newer: {install_line('hf')}")
-        ids: list[int] | None = self._ask({"chat": [dict(message) for message in messages]})
+        ids: list[int] | None = self._ask(
+            {"chat": [dict(message) for message in messages], "variables": dict(variables or {})}
+        )
         if ids is None:
             raise UsageError("messages: the model has no chat template")
         return ids

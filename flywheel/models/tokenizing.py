@@ -1,9 +1,9 @@
 """The process in which a stranger's tokenizer runs: a program of its own, with little memory and time.
 
 Reads a line of JSON with the path of a checkpoint's directory, `{"open": path}`, then one a request:
-`{"encode": text}`, `{"decode": [ids, ...]}`, `{"spell": ids}` or `{"chat": messages}`. Answers each with a line:
-`{"done": ...}`; `{"refused": text}` for a request at fault; `{"file": name, "why": text}` for a file at fault; or
-`{"error": text}` for what the library raises, and the end. Ends with its stdin, and with its parent.
+`{"encode": text}`, `{"decode": [ids, ...]}`, `{"spell": ids}` or `{"chat": messages, "variables": object}`. Answers
+each with a line: `{"done": ...}`; `{"refused": text}` for a request at fault; `{"file": name, "why": text}` for a file
+at fault; or `{"error": text}` for what the library raises, and the end. Ends with its stdin, and with its parent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def done(loaded: Any, request: Mapping[str, Any]) -> Any:
     if "chat" in request:
         from flywheel.models.templating import render
 
-        text = render(loaded.templates, request["chat"], loaded.special)
+        text = render(loaded.templates, request["chat"], loaded.special, request.get("variables", {}))
         return None if text is None else _encoded(loaded, "messages", text, special=False)
     if "encode" in request:
         return _encoded(loaded, "prompt", request["encode"], special=True)

@@ -1,8 +1,8 @@
 """Requests and responses of OpenAI's completions and chat completions, as far as the server supports them.
 
-Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`. `top_k`, `min_p`, `repetition_penalty`
-and `ignore_eos` follow vLLM's server, and `cache_prompt` follows llama.cpp's. `lookup` is flywheel's own: false
-disables speculative decoding.
+Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`. `top_k`, `min_p`,
+`repetition_penalty`, `ignore_eos`, `documents` and `chat_template_kwargs` follow vLLM's server, and `cache_prompt`
+follows llama.cpp's. `lookup` is flywheel's own: false disables speculative decoding.
 """
 
 from __future__ import annotations
@@ -130,22 +130,29 @@ class ChatRequest(_RequestFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, AfterValidator(within(0, MOST_LIKELY))] | None = None
 
     def asks(self, queue: int) -> list[Ask]:
-        """`choices` engine requests. Raises UsageError for `top_logprobs` without `logprobs`, and as
-        `Message.document`, `check_choices` and `sampling`."""
+        """`choices` engine requests. Raises UsageError for `top_logprobs` without `logprobs`, for documents twice, and
+        as `Message.document`, `check_choices` and `sampling`."""
         self.check_choices(1, queue)
         if self.top_logprobs is not None and not self.logprobs:
             raise UsageError("top_logprobs: needs logprobs")
         messages = tuple(message.document(place) for place, message in enumerate(self.messages))
         most = self.max_completion_tokens or self.max_tokens
         likely = (self.top_logprobs or 0) if self.logprobs else None
+        variables = self.chat_template_kwargs or {}
+        if self.documents is not None:
+            if "documents" in variables:
+                raise UsageError("documents: chat_template_kwargs has them too")
+            variables = {**variables, "documents": self.documents}
         return [
-            Ask(-1, None, messages, most, self.sampling(choice, likely), self.stop, self.ignore_eos, self.reuse())
-            for choice in range(self.choices)
+            Ask(-1, None, messages, most, each, self.stop, self.ignore_eos, self.reuse(), variables)
+            for each in [self.sampling(choice, likely) for choice in range(self.choices)]
         ]
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from flywheel.errors import FlywheelError
 from flywheel.models.tokenizer import no_tokenizer
 
-Text = str | Sequence[Mapping[str, str]]
-"""A text, or the messages of a conversation."""
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, and further variables of the chat template."""
+
+    messages: Sequence[Mapping[str, str]]
+    variables: Mapping[str, Any] | None = None
+
+
+Text = str | Conversation
 
 
 class Encoder(Protocol):
@@ -23,7 +32,7 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None) -> list[int]:
         """Token ids of a conversation."""
 
     def close(self) -> None:
@@ -89,4 +98,6 @@ class PromptReader:
     def _tokens(self, text: Text) -> Sequence[int]:
         if self._tokenizer is None:
             raise no_tokenizer("prompt" if isinstance(text, str) else "messages")
-        return self._tokenizer.encode(text) if isinstance(text, str) else self._tokenizer.chat(text)
+        if isinstance(text, str):
+            return self._tokenizer.encode(text)
+        return self._tokenizer.chat(text.messages, text.variables)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Final
+from typing import Any, Final
 
 from flywheel.decode.notes import Note
 from flywheel.errors import ContextError, FlywheelError, TokenizerError, UsageError
@@ -16,7 +16,7 @@ from flywheel.process import enter_child
 from flywheel.runtime.sequences import Sampling
 from flywheel.serve.answers import Answer, Finish, Piece
 from flywheel.serve.decoder import Decoder
-from flywheel.serve.reading import PromptReader
+from flywheel.serve.reading import Conversation, PromptReader
 
 MakeDecoder = Callable[[], Decoder]
 """Picklable; called once, in the worker."""
@@ -27,7 +27,8 @@ BEAT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: continue `prompt` (text or token ids), or answer `messages`; the other one is None."""
+    """A request: continue `prompt` (text or token ids), or answer `messages`; the other one is None. `variables` are
+    further ones of the chat template."""
 
     number: int
     prompt: str | tuple[int, ...] | None
@@ -37,6 +38,7 @@ class Ask:
     stop: tuple[str, ...]
     ignore_end: bool = False
     reuse: bool = True
+    variables: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,8 @@ def _listen(
                     answers.pop(said.number).close()
             elif said.messages is not None or isinstance(said.prompt, str):
                 reading[said.number] = said
-                reader.read(said.number, said.prompt if isinstance(said.prompt, str) else said.messages or ())
+                asked = Conversation(said.messages or (), said.variables)
+                reader.read(said.number, said.prompt if isinstance(said.prompt, str) else asked)
             else:
                 _begin(connection, decoder, said, said.prompt or (), answers)
     except EOFError:

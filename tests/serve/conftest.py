@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for document in documents or [] %}({{ document.text }}){% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if enable_thinking is false %}<none>{% endif %}"
     "{% if messages[0]['role'] == 'developer' %}{{ raise_exception('no role developer') }}{% endif %}"
 )
 

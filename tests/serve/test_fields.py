@@ -258,3 +258,25 @@ def test_a_content_type_of_json_may_name_its_encoding(client: TestClient) -> Non
     for kind in ("application/json; charset=utf-8", "Application/JSON"):
         body = b'{"model": "m", "prompt": "a"}'
         assert client.post(COMPLETION, content=body, headers={"content-type": kind}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"chat_template_kwargs": ["x"]}, 'chat_template_kwargs: ["x"] is not an object'),
+        ({"documents": "x"}, 'documents: "x" is not a list'),
+        ({"documents": ["x"]}, 'documents.0: "x" is not an object'),
+        ({"documents": [{}], "chat_template_kwargs": {"documents": [{}]}},
+         "documents: chat_template_kwargs has them too"),
+    ],
+)  # fmt: skip
+def test_variables_of_a_template_that_are_none_are_refused(
+    fields: dict[str, Any], sentence: str, client: TestClient
+) -> None:
+    assert refused(client, CHAT, **fields) == (sentence.partition(":")[0], sentence)
+
+
+def test_variables_of_a_template_reach_the_engine(client: TestClient, engine: Echo) -> None:
+    set_by = {"chat_template_kwargs": {"enable_thinking": False}, "documents": [{"text": "a"}]}
+    assert client.post(CHAT, json={"model": "m", "messages": HI, **set_by}).status_code == 200
+    assert engine.asked[0].variables == {"enable_thinking": False, "documents": [{"text": "a"}]}

@@ -17,7 +17,7 @@ from patience import HANG_S
 from flywheel.errors import UsageError
 from flywheel.runtime.sequences import GREEDY
 from flywheel.serve.decoder import Decoder
-from flywheel.serve.reading import PromptReader
+from flywheel.serve.reading import Conversation, PromptReader
 from flywheel.serve.worker import AnswerPiece, Ask, Begun, Cancel, Ended, Refused, answer_all
 
 LIMIT_S = 120.0
@@ -36,7 +36,7 @@ class SlowEncoder:
             raise UsageError("prompt: too long")
         return list(text.encode())
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None) -> list[int]:
         return self.encode(messages[0]["content"])
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def test_texts_are_read_in_their_order_and_errors_are_values() -> None:
     with PromptReader(encoder) as reader:
         reader.read(0, "ab")
         reader.read(1, "x")
-        reader.read(2, [{"role": "user", "content": "c"}])
+        reader.read(2, Conversation([{"role": "user", "content": "c"}]))
         made = [reader.take() for _ in range(3)]
     assert [number for number, _ in made] == [0, 1, 2]
     assert (made[0][1], made[2][1]) == ([97, 98], [99])

@@ -101,6 +101,23 @@ def test_a_chat_goes_through_the_models_template(client: OpenAI, decoder: Decode
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
 
 
+def test_variables_of_a_request_reach_the_models_template(client: OpenAI, served: Served, decoder: Decoder) -> None:
+    prompt = "<system>be brief\n<user>hi\n(a)(b)<assistant><none>"
+    set_by = {"chat_template_kwargs": {"enable_thinking": False}, "documents": [{"text": "a"}, {"text": "b"}]}
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=8, temperature=0, extra_body=set_by
+    )
+    assert answer.choices[0].message.content == decoder.complete(prompt, max_tokens=8).text
+    said = [{"role": "user", "content": "hi"}]
+    assert decoder.chat(said, enable_thinking=False) == decoder.encode("<user>hi\n<assistant><none>")
+    body = {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"thinking": False}}
+    status, document = post(served, "/chat/completions", json.dumps(body).encode())
+    assert status == 400
+    assert document["error"]["message"] == (
+        "messages: the chat template has no variable 'thinking' that a request may set"
+    )
+
+
 def test_a_seed_decides_what_is_drawn_whatever_else_runs(client: OpenAI, decoder: Decoder) -> None:
     def draw(seed: int) -> str:
         answer = client.completions.create(
