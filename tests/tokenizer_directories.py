@@ -302,7 +302,7 @@ _WORDS: Final = (_split(_LLAMA3), _level(use_regex=False))
 
 FAMILIES: Final[Mapping[str, Callable[[], Files]]] = {
     "llama3": _llama3, "llama2": _llama2, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "smollm2": _smollm2,
-    "bare": _bare, "gemma2": partial(_gemma, "llama"), "gemma3": partial(_gemma, "llama", images=True), "phi3": _phi3,
+    "bare": _bare, "gemma2": partial(_gemma, "gemma2"), "gemma3": partial(_gemma, "gemma3", images=True), "phi3": _phi3,
     "phi4": partial(_bytes, "phi3", "GPT2Tokenizer", _WORDS, strip=True),
     "granite": partial(_bytes, "granite", "GPT2Tokenizer", _DIGITS, settings={"add_prefix_space": False}),
     "smollm3": partial(_bytes, "smollm3", "PreTrainedTokenizerFast", _WORDS, settings={"bos_token": None}),

@@ -48,9 +48,9 @@ def rebuilt_class(folder: Path, settings: _Given, text: str) -> Rebuilt | None:
     name = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if name is not None and not isinstance(name, str):
         raise TokenizerError(file, "tokenizer_class: is no name")
-    if kind and str(kind) not in FAMILIES:
+    family = next((each for each in FAMILIES.values() if kind and kind in (each.name, each.text_of)), None)
+    if kind and family is None:
         raise TokenizerError(folder / MODEL, f"model_type: {str(kind)[:60]!r} has a tokenizer that is not known")
-    family = FAMILIES.get(str(kind))
     own = None if family is None else family.tokenizer
     bare = (name or "").removesuffix("Fast")
     if settings.get("tokenizer_class") == "" and bare in ("", own):  # a name that no class has

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.models.auto import tokenization_auto
 
 from flywheel.errors import TokenizerError
 from flywheel.models import families as models
+from flywheel.models.family import Family
 from flywheel.models.tokenizer_files import TOKENIZER
 from flywheel.models.tokenizer_loading import load
 from flywheel.models.tokenizing import done
@@ -91,12 +93,13 @@ def test_a_class_that_splits_otherwise_than_the_file_says_so(family: str, tmp_pa
     assert anew is (family in ("smollm2", "starcoder2", "llama2"))
 
 
-@pytest.mark.parametrize("kind", models.FAMILIES)
-def test_a_family_has_the_class_of_tokenizers_that_transformers_takes(kind: str) -> None:
-    family, theirs = models.FAMILIES[kind], tokenization_auto.TOKENIZER_MAPPING_NAMES.get(kind)
-    assert family.tokenizer == ("TokenizersBackend" if theirs == "MistralCommonBackend" else theirs)
-    wins = kind in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-    assert family.tokenizer == "TokenizersBackend" or family.tokenizer_wins is wins
+@pytest.mark.parametrize("family", models.FAMILIES.values(), ids=attrgetter("name"))
+def test_a_family_has_the_class_of_tokenizers_that_transformers_takes(family: Family) -> None:
+    for kind in filter(None, (family.name, family.text_of)):
+        theirs = tokenization_auto.TOKENIZER_MAPPING_NAMES.get(kind)
+        assert family.tokenizer == ("TokenizersBackend" if theirs == "MistralCommonBackend" else theirs)
+        wins = kind in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        assert family.tokenizer == "TokenizersBackend" or family.tokenizer_wins is wins
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -42,6 +42,7 @@ def _windows(_: Fields, n_layers: int) -> list[bool]:
 FAMILY: Final = Family(
     "gemma2", "Gemma2ForCausalLM", n_kv_heads=4, head_dim=256, tied_head=True, sliding_window=4096, windows=_windows,
     activation="gelu_tanh", activation_field="hidden_activation", biases=("attention_bias",),
+    tokenizer="GemmaTokenizer",
     read=lambda fields: read_gemma(fields, 50.0, 30.0), reads=READS,
     defaults={
         "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
