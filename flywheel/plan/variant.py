@@ -198,6 +198,6 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
 def _moving(runs: Sequence[Run]) -> Iterator[Use]:
     """The uses of tasks whose window moves, which may share a recipe with others."""
     for run in runs:
-        for each in run.tiles.stretches:
+        for each in run.tiles.stretches[1:]:  # uses_by_recipe has the first
             if "window" in each.params:
                 yield Use(run.op, run.inputs, each.params)

@@ -88,6 +88,10 @@ def test_a_window_that_does_not_move_with_its_token_is_refused(
     assert code in codes(with_task(tiny, 107, params=params))
 
 
+def test_a_window_is_of_a_cache(tiny: MegakernelProgram, with_task: Change) -> None:
+    assert codes(with_task(tiny, 101, params={"window": 4, "pos": LAST, "kv_start": 0, "kv_len": 1})) == {"kv-window"}
+
+
 def test_a_window_needs_a_position(tiny: MegakernelProgram, with_task: Change) -> None:
     (finding,) = validate(with_task(tiny, 107, params={"window": 4, "kv_len": 4}), strict=True).errors
     assert (finding.code, finding.message.endswith("window without pos, kv_start and kv_len")) == ("bad-param", True)

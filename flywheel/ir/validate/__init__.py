@@ -19,7 +19,7 @@ from flywheel.ir.show import show
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.ir.validate.by_run import levels_of_safe_runs
 from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationResult
-from flywheel.ir.validate.lanes import check_lanes, check_sequences, check_windows
+from flywheel.ir.validate.lanes import check_lanes, check_sequences
 from flywheel.ir.validate.liveness import check_queues, check_waits
 from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
 from flywheel.ir.validate.races import Accesses, check_races
@@ -99,7 +99,6 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
     check_waits(program, findings)
     if not findings.errors:
         check_sequences(program, findings)
-        check_windows(program, findings)
         check_lanes(program, findings)
     if not findings.errors:
         check_places(program, findings)

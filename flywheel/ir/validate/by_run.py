@@ -18,7 +18,7 @@ from flywheel.ir.exchange import is_push
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
-from flywheel.ir.validate.lanes import check_lanes, check_sequences, check_windows
+from flywheel.ir.validate.lanes import check_lanes, check_sequences
 from flywheel.ir.validate.memory import check_pages
 from flywheel.ir.validate.races import Accesses, check_races
 from flywheel.ir.validate.ranks import check_exchanges, check_places
@@ -60,7 +60,6 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     check_tasks(replace(program, tasks=apart), findings)
     if not findings.errors:
         check_sequences(program, findings)
-        check_windows(program, findings)
         check_lanes(program, findings)
     if findings.errors or findings.warnings:
         return None

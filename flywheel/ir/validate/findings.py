@@ -31,7 +31,7 @@ CODES: Final = MappingProxyType(
         "kv-bounds": "a KV window or append reaches past its cache",
         "kv-sequence": "a KV cache whose tasks move with the positions of several sequences",
         "kv-lane": "a KV cache of several lanes that a task does not append one row to, or read up to its own row",
-        "kv-window": "a task with a window that does not stand at the program's position",
+        "kv-window": "a task with a window that does not stand at the program's position, or that reads no KV cache",
         "kv-target": "a KV_APPEND whose cache operand is not the output that it writes",
         "smem-limit": "a config whose block has more shared memory than a block can opt into on the target",
         "sm-range": "an SM index outside the target",

@@ -9,7 +9,7 @@ at position p writes are p, p + 1.., a lane each, wherever p is, and the rules o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,21 +133,15 @@ def _end_fault(task: Task, base: int) -> str | None:
     return None
 
 
-def check_windows(program: MegakernelProgram, findings: Findings) -> None:
+def _check_windows(program: MegakernelProgram, windowed: Sequence[Task], findings: Findings) -> None:
     """Check that every task with a `window` stands where the program was lowered for.
 
     Then its rows are furthest behind there, and its bounds hold at every position that a launch can have.
     """
     runs, _ = brief_runs(program)
-    params = [each.params for run in runs for each in run.tiles.stretches]
-    windows = [each for each in params if "window" in each]
-    if not windows:
-        return
-    last = last_position(params)
-    if all(last_position([each]) == last for each in windows):
-        return
-    for task in program.tasks:
-        if "window" in task.params and last_position([task.params]) != last:
+    last = last_position(each.params for run in runs for each in run.tiles.stretches)
+    for task in windowed:
+        if last_position([task.params]) != last:
             text = f"pos={task.params['pos']} with a window, in a program that stands at position {last}"
             findings.error("kv-window", f"task {task.id} ({task.label}): {text}", task.id)
             if findings.full:
@@ -155,17 +149,20 @@ def check_windows(program: MegakernelProgram, findings: Findings) -> None:
 
 
 def check_sequences(program: MegakernelProgram, findings: Findings) -> None:
-    """Check that all tasks with `pos` or `kv_len` that touch one KV cache name one `sequence`.
+    """Check that all tasks with `pos` or `kv_len` that touch one KV cache name one `sequence`, and windows' positions.
 
     Then the rows of a cache that tasks touch are those of a program whose sequences are all at that position, which the
     other rules prove. No other buffer has rows that move.
     """
     caches = {buffer.id: buffer.name for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
     first: dict[int, tuple[int, Task]] = {}
+    windowed: list[Task] = []
     for task in tasks_with(program, caches):
         params = task.params
         if "pos" not in params and "kv_len" not in params:
             continue
+        if "window" in params:
+            windowed.append(task)
         sequence = params.get("sequence", 0)
         for number in {*task.inputs, *task.outputs} & caches.keys():
             known, other = first.setdefault(number, (sequence, task))
@@ -178,6 +175,8 @@ def check_sequences(program: MegakernelProgram, findings: Findings) -> None:
                 )
                 if findings.full:
                     return
+    if windowed:
+        _check_windows(program, windowed, findings)
 
 
 def tasks_with(program: MegakernelProgram, caches: Mapping[int, Any]) -> Iterator[Task]:

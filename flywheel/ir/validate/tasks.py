@@ -250,6 +250,8 @@ def bound_faults(
 ) -> Iterator[OperandFault]:
     """The faults of a task's operands by the table of operations."""
     params = in_rows(task.params)
+    if params is not task.params and not any(buffer.kind is BufferKind.KV_CACHE for buffer in inputs):
+        yield "kv-window", f"window={task.params['window']} of no KV cache"
     if task.op is InstructionKind.FUSED:
         yield from _recipe_faults(task, params, inputs, outputs)
     elif outputs:
