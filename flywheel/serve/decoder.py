@@ -82,8 +82,12 @@ class Decoder:
         self._close = close
         self._folder = folder
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
-        self.notes: Final = (*notes, *notes_of_tokenizer(self._tokenizer), *notes_of_generation(folder, {}))
-        self._stop_ids = frozenset[int]() if folder is None else end_ids(folder, self._tokenizer)
+        with ExitStack() as undo:
+            if self._tokenizer is not None:
+                undo.callback(self._tokenizer.close)
+            self.notes: Final = (*notes, *notes_of_tokenizer(self._tokenizer), *notes_of_generation(folder, {}))
+            self._stop_ids = frozenset[int]() if folder is None else end_ids(folder, self._tokenizer)
+            undo.pop_all()
         self._batch = Batch(session, _no_texts if self._tokenizer is None else self._tokenizer.decode_each)
         self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -239,3 +241,25 @@ def test_what_is_no_prompt_is_refused_in_a_line_that_names_who_takes_several(dec
 def test_one_text_is_no_list_of_prompts(decoder: Decoder) -> None:
     with pytest.raises(UsageError, match="prompts: is one text, not a list of prompts; generate continues one"):
         list(decoder.generate_all("abc"))
+
+
+def test_each_of_several_ends_ends_an_answer(checkpoint: Path, decoder: Decoder, tmp_path: Path) -> None:
+    free = decoder.complete("abc", max_tokens=12, ignore_end=True).token_ids
+    folder = shutil.copytree(checkpoint, tmp_path / "tiny")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, free[3]]}))
+    with Decoder.load(str(folder), device="reference", context=64) as other:
+        ended = other.complete("abc", max_tokens=12)
+    assert (ended.token_ids, ended.finish) == (free[: free.index(free[3]) + 1], "stop")
+
+
+def children() -> set[str]:
+    return {pid for each in Path("/proc/self/task").iterdir() for pid in (each / "children").read_text().split()}
+
+
+def test_ends_that_are_no_ids_leave_no_process(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "tiny")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "x"}))
+    before = children()
+    with pytest.raises(UsageError, match=r"generation_config\.json.*eos_token_id is neither") as caught:
+        Decoder.load(str(folder), device="reference", context=64)
+    assert children() == before, caught  # whose traceback still has the tokenizer
