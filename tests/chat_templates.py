@@ -206,7 +206,7 @@ class Renderers:
     def differ(self, text: str, variables: Mapping[str, Any] = MappingProxyType({})) -> str | None:
         """How the texts of a conversation differ; None where both are equal, or both refuse."""
         for chat in CHATS:
-            mine, other = self.by_flywheel(text, chat, variables), self._by_transformers(text, chat, variables)
+            mine, other = self.by_flywheel(text, chat, variables), self.by_transformers(text, chat, variables)
             if mine != other and (mine is None or other is None or _OBJECT.sub("", mine) != _OBJECT.sub("", other)):
                 return f"{mine!r}, and of transformers {other!r}"
         return None
@@ -223,8 +223,8 @@ class Renderers:
         except FlywheelError:
             return None
 
-    def _by_transformers(
-        self, text: str, chat: list[dict[str, Any]], variables: Mapping[str, Any]
+    def by_transformers(
+        self, text: str, chat: list[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> str | None:
         try:
             made: str = self._theirs.apply_chat_template(

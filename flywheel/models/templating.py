@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from types import MappingProxyType
@@ -43,8 +44,11 @@ def render(
     template. `special` are the special tokens by their names. `variables` are further ones of the template, such as
     `enable_thinking`; they go before the special tokens.
 
-    Raises TokenizerError for a template that is at fault, and RequestError for a conversation that it refuses, and for
-    a variable that it does not read.
+    A message's `content` may be a list of parts of text. A template that goes through parts gets the list; another one,
+    or one that fails at the list, gets the parts joined.
+
+    Raises TokenizerError for a template that is at fault, and RequestError for a conversation that it refuses, for a
+    variable that it does not read, and for a part that is no text.
     """
     if not templates.named:
         return None
@@ -55,15 +59,20 @@ def render(
     if not messages:
         raise RequestError("messages: none; a conversation has at least one")
     try:
-        template, read = _compiled(text)
+        template, read, loops = _compiled(text)
     except (*_RENDERING, SyntaxError) as error:
         raise TokenizerError(file, f"chat template: {_words(error)}") from None
     unread = next((name for name in variables if name not in read or name in _ARGUMENTS - _SETTABLE), None)
     if unread is not None:
         raise RequestError(f"messages: the chat template has no variable {unread[:60]!r} that a request may set")
-    usual = {"messages": [_message(each) for each in messages], "tools": None, "documents": None}
+    others = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
+    given = [_message(each) for each in messages]
+    joined = [_joined(place, each) for place, each in enumerate(given)]
+    if loops and joined != given:
+        with suppress(*_RENDERING):
+            return template.render({**special, "messages": given, **others})
     try:
-        return template.render({**special, **usual, "add_generation_prompt": True, **variables})
+        return template.render({**special, "messages": joined, **others})
     except _RefusalError as error:
         raise RequestError(f"messages: the chat template refuses them: {_words(error)}") from None
     except SecurityError as error:
@@ -77,6 +86,28 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     parts = {name: part for name, part in given.items() if part is not None}
     reasoning = next((parts[name] for name in _REASONING if name in parts), None)
     return parts if reasoning is None else {"thinking": reasoning, **parts, "reasoning_content": reasoning}
+
+
+def _joined(place: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The message at `place` with its content as one text. Raises RequestError for a part that is no text."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"messages.{place}.content: part {number} is no text")
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _goes_through_parts(parsed: nodes.Template) -> bool:
+    """Whether a template has a loop over `content`, a variable or a field of a message."""
+    for each in [loop.iter for loop in parsed.find_all(nodes.For)]:
+        named = isinstance(each, nodes.Name) and each.name == "content"
+        field = isinstance(each, nodes.Getattr) and each.attr == "content"
+        item = isinstance(each, nodes.Getitem) and isinstance(each.arg, nodes.Const) and each.arg.value == "content"
+        if named or field or item:
+            return True
+    return False
 
 
 class _RefusalError(TemplateError):
@@ -142,8 +173,8 @@ def _tojson(
 
 
 @cache
-def _compiled(text: str) -> tuple[Template, frozenset[str]]:
-    """(a template, the names that it reads)."""
+def _compiled(text: str) -> tuple[Template, frozenset[str], bool]:
+    """(a template, the names that it reads, whether it goes through parts of contents)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -154,7 +185,7 @@ def _compiled(text: str) -> tuple[Template, frozenset[str]]:
     }  # fmt: skip
     parsed = environment.parse(text)
     read = frozenset(name.name for name in parsed.find_all(nodes.Name) if name.ctx == "load")
-    return environment.from_string(text), read
+    return environment.from_string(text), read, _goes_through_parts(parsed)
 
 
 def _words(error: Exception) -> str:

@@ -97,12 +97,13 @@ class Tokenizer:
         ids: list[int] = self._ask({"encode": text})
         return ids
 
-    def chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation up to the beginning of the next answer, by the model's chat template.
 
-        Messages have a `role` and a `content`. `variables` are values of JSON for further variables of the template, by
-        name, such as `enable_thinking`. Raises UsageError also where there is no template, and RequestError where the
-        template refuses the conversation or does not read a variable.
+        Messages have a `role` and a `content`, a text or a list of parts `{"type": "text", "text": ...}`. `variables`
+        are values of JSON for further variables of the template, by name, such as `enable_thinking`. Raises UsageError
+        also where there is no template, and RequestError where the template refuses the conversation or does not read a
+        variable.
         """
         if not _has_jinja():
             raise UsageError(f"a chat needs jinja2 3.1.6 or newer: {install_line('hf')}")

@@ -201,7 +201,7 @@ class Decoder:
         """Token ids of a text; token ids are returned as they are. Raises UsageError for text without a tokenizer."""
         return self._text("prompt").encode(prompt) if isinstance(prompt, str) else _ids(prompt)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template. `variables` are further ones of the template, such
         as `enable_thinking=False`. Raises UsageError if there is no template, or it does not read a variable."""
         return self._text("messages").chat(messages, variables)

@@ -152,13 +152,13 @@ def prompts(value: Any) -> list[Prompt]:
     raise ValueError(f"{shown(value)} is neither a text nor token ids, nor a list of one of these")
 
 
-def text_of(value: Any) -> str:
-    """The text of a message's `content`: a text, or parts of it. Raises ValueError for anything else."""
+def content_of(value: Any) -> str | list[dict[str, str]]:
+    """A message's `content`: a text, or parts of it. Raises ValueError for anything else."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(part, Mapping) for part in value):
         raise ValueError(f"{shown(value)} is neither a text nor a list of parts")
-    return "".join(_text_of_part(place, asking(part)) for place, part in enumerate(value))
+    return [{"type": "text", "text": _text_of_part(place, asking(part))} for place, part in enumerate(value)]
 
 
 def _text_of_part(place: int, part: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from flywheel.errors import UsageError
 from flywheel.runtime.sequences import MOST_LIKELY, Sampling
 from flywheel.serve.answers import Likely, Piece
-from flywheel.serve.fields import Prompt, asking, document_of, malformed, prompts, stops, text_of, within
+from flywheel.serve.fields import Prompt, asking, content_of, document_of, malformed, prompts, stops, within
 from flywheel.serve.worker import Ask
 
 _MOST_CHOICES: Final = 128
@@ -114,10 +114,10 @@ class Message(_Object):
     """A message of a conversation. An assistant's message without content has an empty text."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(text_of)] | None = None
+    content: Annotated[str | list[dict[str, str]], PlainValidator(content_of)] | None = None
     name: str | None = None
 
-    def document(self, place: int) -> dict[str, str]:
+    def document(self, place: int) -> Document:
         """The message at `place` as a chat template takes it. Raises UsageError if content is missing, unless the role
         is assistant."""
         if self.content is None and self.role != "assistant":

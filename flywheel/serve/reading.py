@@ -19,7 +19,7 @@ from flywheel.models.tokenizer import no_tokenizer
 class Conversation:
     """Messages, and further variables of the chat template."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any] | None = None
 
 
@@ -32,7 +32,7 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> list[int]:
         """Token ids of a conversation."""
 
     def close(self) -> None:

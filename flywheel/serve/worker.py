@@ -32,7 +32,7 @@ class Ask:
 
     number: int
     prompt: str | tuple[int, ...] | None
-    messages: tuple[Mapping[str, str], ...] | None
+    messages: tuple[Mapping[str, Any], ...] | None
     max_tokens: int | None
     sampling: Sampling
     stop: tuple[str, ...]

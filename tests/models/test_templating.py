@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_templates import CHATS, FEATURES, PUBLISHED, Renderers, template
@@ -53,6 +54,42 @@ def test_a_thinking_switch_changes_the_text(renderers: Renderers) -> None:
         texts = {renderers.by_flywheel(TEMPLATES[family], CHATS[0], {"enable_thinking": on}) for on in (True, False)}
         assert len(texts) == 2
         assert None not in texts
+
+
+def parted(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with each content in parts, the first of which is a space more."""
+    return [
+        {**each, "content": [{"type": "text", "text": f"{each['content']} "}, {"type": "text", "text": " b"}]}
+        for each in chat
+    ]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_parts_of_a_content_come_as_a_list_where_a_template_goes_through_them(
+    family: str, renderers: Renderers
+) -> None:
+    text = TEMPLATES[family]
+    for chat in CHATS:
+        theirs = renderers.by_transformers(text, parted(chat)) if family in ("gemma", "glm", "mistral") else None
+        joined = renderers.by_flywheel(text, [{**each, "content": f"{each['content']}  b"} for each in chat])
+        assert renderers.by_flywheel(text, parted(chat)) == (joined if theirs is None else theirs)
+
+
+def test_a_template_that_fails_at_parts_gets_them_joined(renderers: Renderers) -> None:
+    text = "{% for m in messages %}{{ '<' + m.content }}{% for c in m.content %}.{% endfor %}{% endfor %}"
+    assert renderers.by_flywheel(text, [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]) == "<hi.."
+
+
+def test_a_loop_over_lines_of_a_content_is_none_over_parts(renderers: Renderers) -> None:
+    text = "{% for m in messages if m.content is string %}{% for c in m.content.split(' ') %}.{% endfor %}{% endfor %}"
+    assert renderers.by_flywheel(text, [{"role": "user", "content": [{"type": "text", "text": "a b"}]}]) == ".."
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "url": "x"}, {"type": "text"}, "hi", {"type": "text", "text": 1}])
+def test_a_part_that_is_no_text_is_refused_by_its_place(part: object, tmp_path: Path) -> None:
+    templates = Templates(tmp_path, {"default": ("chat_template.jinja", TEMPLATES["gemma"])})
+    with pytest.raises(RequestError, match=r"^messages\.0\.content: part 0 is no text$"):
+        render(templates, [{"role": "user", "content": [part]}], {})
 
 
 @pytest.mark.parametrize("name", ["enable_thinkin", "messages", "tools", "add_generation_prompt", "self", ""])

@@ -36,7 +36,7 @@ class SlowEncoder:
             raise UsageError("prompt: too long")
         return list(text.encode())
 
-    def chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> list[int]:
         return self.encode(messages[0]["content"])
 
     def close(self) -> None:
