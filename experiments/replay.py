@@ -9,7 +9,8 @@
 column that does, and the names of the others. It fails if a work differs, or the words of a kernel's source in
 tests/golden/kernels.tsv. `record` writes both files again, for the same works, and prints how many works differ in
 which columns: do it for a difference that is meant, and say in the commit which. `draw` writes them for works drawn
-from today's search space. `add` adds the works of families that have none yet. tests/replayed.py says what is kept.
+from today's search space. `add` adds the works of families and shipped schedules that have none yet. tests/replayed.py
+says what is kept.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def main() -> int:
     kept = [(work, {}) for work in replayed.draw()] if what == "draw" else replayed.read()
     if what == "add":
         known = {work.number for work, _ in kept}
-        added = [work for work in replayed.further() if work.number not in known]
+        first = 1 + max(number for number in known if number < replayed.LATER)
+        added = [
+            *replayed.of_shipped(first, {work.schedule for work, _ in kept}),
+            *[work for work in replayed.further() if work.number not in known],
+        ]
         replayed.write(*zip(*kept, *[(work, replayed.results_of(work)) for work in added], strict=True))
         replayed.write_kernels()
         print(f"{len(added)} works added ({perf_counter() - began:.0f} s)")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from itertools import chain
@@ -183,20 +183,27 @@ Found = dict[str, str]
 
 def draw() -> list[Work]:
     """The works that a new file has. They depend on the search space as it is."""
-    shipped = []
-    for number, each in enumerate(shipped_schedules(), start=DRAWN):
-        found = each.schedule
-        ranks, gpu = gpus_of(found.gpu)
-        weights = _NONE if found.weights == found.dtype else found.weights
-        shipped.append(
-            Work(number, found.model, found.dtype, weights, gpu, TARGETS[gpu].num_sms, ranks, found.batch, 1,
-                 found.context, each.stem, ())
-        )  # fmt: skip
+    shipped = of_shipped(DRAWN)
     alike = [spec.name for spec in (*_TINY, *_MIDDLE)]
     drawn = [_drawn(number, alike) for number in range(DRAWN)]
     first = DRAWN + len(shipped)
     unlike = [_drawn(number, [spec.name for spec in _UNLIKE]) for number in range(first, first + UNLIKE)]
     return [*drawn, *shipped, *unlike, *further()]
+
+
+def of_shipped(first: int, known: Collection[str] = ()) -> list[Work]:
+    """The works of shipped schedules, but for those `known` by name, numbered from `first`."""
+    works: list[Work] = []
+    for each in shipped_schedules():
+        found = each.schedule
+        ranks, gpu = gpus_of(found.gpu)
+        weights = _NONE if found.weights == found.dtype else found.weights
+        if each.stem not in known:
+            works.append(
+                Work(first + len(works), found.model, found.dtype, weights, gpu, TARGETS[gpu].num_sms, ranks,
+                     found.batch, 1, found.context, each.stem, ())
+            )  # fmt: skip
+    return works
 
 
 def further() -> list[Work]:

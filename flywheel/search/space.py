@@ -250,13 +250,15 @@ class Space:
 
 
 def groups_of(workload: Workload) -> dict[tuple[str, int], Groups]:
-    """_FUSED without the operations that the model lacks or that fuse with none."""
+    """_FUSED without the operations that the model lacks or that fuse with none, and without the levels of a knob that
+    fuse what a lower one does."""
     graph = workload.graph
     runs = {name for block in graph.blocks for pattern in patterns_of(graph, block) for name in pattern.names}
-    return {
-        key: tuple([tuple([name for name in group.split() if name in runs]) for group in names.split(";")])
-        for key, names in _FUSED.items()
-    }
+    found: dict[tuple[str, Groups], int] = {}
+    for (knob, level), names in _FUSED.items():
+        groups = tuple([tuple([name for name in group.split() if name in runs]) for group in names.split(";")])
+        found.setdefault((knob, groups), level)
+    return {(knob, level): groups for (knob, groups), level in found.items()}
 
 
 def _levels(workload: Workload, knob: Knob) -> tuple[Value, ...]:

@@ -222,7 +222,8 @@ def counts() -> Iterator[tuple[str, str]]:
         "docs/search.md",
         (
             f"flywheel ships {shipped.total()} schedules, each for one workload: {shipped['h200']} on an H200, "
-            f"{shipped['2xh200']} on two H200, {shipped['h100']} on an H100, {shipped['2xh100']} on two H100."
+            f"{shipped['2xh200']} on two H200, {shipped['4xh200']} on four H200, {shipped['h100']} on an H100, "
+            f"{shipped['2xh100']} on two H100."
         ),
     )
     yield "docs/store.md", f"A cell has at most {csv.field_size_limit():,} characters."
