@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.catalog import CATALOG
-from flywheel.models.families import count_params
+from flywheel.models.families import FAMILIES, count_params
 from flywheel.models.hf import foreign_fields, load_spec, spec_from_config
 from flywheel.models.rope import RopeScaling
 from flywheel.models.spec import DecoderSpec
@@ -359,8 +359,10 @@ def test_the_layers_with_a_window_are_those_of_transformers(
     assert spec_from_config(base | changes, "x").windowed == marks
 
 
-def test_a_family_without_windows_reaches_as_far_as_the_caches_of_transformers_keep_rows() -> None:
-    spec = spec_from_config(LLAMA3_8B | {"sliding_window": 1024}, "x")
+@pytest.mark.parametrize("family", ["llama", "glm4", "granite", "olmo2"])
+def test_a_family_without_windows_reaches_as_far_as_the_caches_of_transformers_keep_rows(family: str) -> None:
+    config = LLAMA3_8B | {"model_type": family, "architectures": [FAMILIES[family].architecture]}
+    spec = spec_from_config(config | {"sliding_window": 1024}, "x")
     assert (spec.window, spec.max_position) == (None, 1024)
 
 

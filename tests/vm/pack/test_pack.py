@@ -345,14 +345,20 @@ def test_rows_that_overfill_the_partials_are_refused(chain: Chain) -> None:
     assert refusal_of(program) == str(caught.value)
 
 
-def test_heads_that_overfill_the_work_area_are_refused(chain: Chain) -> None:
+@pytest.mark.parametrize(("head_dim", "taken"), [(128, "15080 bytes of 8192"), (256, "30624 bytes of 16384")])
+def test_heads_that_overfill_the_work_area_are_refused(chain: Chain, head_dim: int, taken: str) -> None:
     buffers, tasks, _ = REFUSED["wide heads"]
-    wide = {name: (kind, dtype, (*shape[:-1], 256)) for name, (kind, dtype, shape) in buffers.items()}
+    wide = {name: (kind, dtype, (*shape[:-1], head_dim)) for name, (kind, dtype, shape) in buffers.items()}
     op, inputs, outputs, params = tasks[0]
-    program = chain(wide, [(op, inputs, outputs, {**params, "head_dim": 256})], ScheduleConfig(threads_per_block=1024))
-    with pytest.raises(InvalidProgramError, match="head_dim=256 on 15 vector warps") as caught:
-        pack(program)
-    assert refusal_of(program) == str(caught.value)
+
+    def on_warps(matrix: int) -> MegakernelProgram:
+        config = ScheduleConfig(tiling={"warps": {"matrix": matrix}}, threads_per_block=1024)
+        return chain(wide, [(op, inputs, outputs, {**params, "head_dim": head_dim})], config)
+
+    assert refusal_of(on_warps(15)) is None
+    with pytest.raises(InvalidProgramError, match=f"head_dim={head_dim} on 29 vector warps takes {taken}") as caught:
+        pack(on_warps(1))
+    assert refusal_of(on_warps(1)) == str(caught.value)
 
 
 def test_a_program_without_a_target_is_refused(chain: Chain) -> None:
