@@ -26,7 +26,7 @@ from flywheel.judge.verdicts import Judge, make_judge
 from flywheel.lowering.fusion import COMBINE
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import RopeScaling, YarnRope
+from flywheel.models.rope import LinearRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -58,6 +58,30 @@ SPECS: Final = {
     "phi3": DecoderSpec(
         "small", "phi3", 48, 80, 1, 4, 2, 16, 70, 1e4, 1e-5, 64, rope_scaling=YarnRope(4.0, 16, 1.25), rotary_dim=12
     ),
+    "glm4": DecoderSpec(
+        "small", "glm4", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64, rotary_dim=8, norms="around", qkv_bias=True
+    ),
+    "granite": DecoderSpec(
+        "small", "granite", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64, embed_scale=6.0, residual_scale=0.22,
+        attention_scale=0.1, logits_scale=0.125,
+    ),
+    "olmo2": DecoderSpec(
+        "small", "olmo2", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64, norms="behind", qk_norm=True, wide_qk_norm=True
+    ),
+    "olmo3": DecoderSpec(
+        "small", "olmo3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-5, 64, norms="behind", qk_norm=True, wide_qk_norm=True,
+        window=21, windowed=(True, False), local_rope=Rope(3e2), rope_scaling=YarnRope(4.0, 16, 1.25),
+    ),
+    "gemma2": DecoderSpec(
+        "small", "gemma2", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, tied_head=True, norms="around", norm_offset=1.0,
+        activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.2, attention_cap=2.0,
+        logits_cap=2.0, window=21, windowed=(True, False),
+    ),
+    "gemma3": DecoderSpec(
+        "small", "gemma3_text", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, tied_head=True, norms="around",
+        norm_offset=1.0, activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.2,
+        qk_norm=True, window=21, windowed=(True, False), local_rope=Rope(1e2), rope_scaling=LinearRope(8.0),
+    ),
 }
 FUSED: Final = [
     ["attn_norm", "q_proj", "k_proj", "v_proj"],
@@ -82,6 +106,7 @@ def lowered(
 ) -> MegakernelProgram:
     graph, own = decode_step(SPECS[family], CONTEXT, dtype, batch), CONFIGS[config]
     there = {op.name for block in graph.blocks for op in block.ops} | {COMBINE}
+    there -= {"attn_add", "mlp_add"} if SPECS[family].norms in ("behind", "around") else set()  # a norm is between
     fused = [[name for name in names if name in there] for names in own.fusion_grouping]
     return lower(graph, replace(own, fusion_grouping=fused), TARGET)
 

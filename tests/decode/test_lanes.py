@@ -22,7 +22,7 @@ from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import RopeScaling
+from flywheel.models.rope import LinearRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.runtime.sequences import GREEDY, Sampling, make_request
@@ -43,6 +43,29 @@ SPECS: Final = {
         windowed=(True, False), nope_full=True,
     ),
     "smollm3": DecoderSpec("small", "smollm3", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, nope_every=2),
+    "starcoder2": DecoderSpec(
+        "small", "starcoder2", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-5, 64, qkv_bias=True, o_bias=True, mlp_bias=True,
+        norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",
+    ),
+    "glm4": DecoderSpec("small", "glm4", 48, 80, 1, 4, 2, 16, 12, 1e4, 1e-5, 64, rotary_dim=8, norms="around"),
+    "granite": DecoderSpec(
+        "small", "granite", 48, 80, 1, 4, 2, 16, 12, 1e4, 1e-5, 64, embed_scale=6.0, residual_scale=0.22,
+        attention_scale=0.1, logits_scale=0.125,
+    ),
+    "olmo3": DecoderSpec(
+        "small", "olmo3", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-5, 64, norms="behind", qk_norm=True, wide_qk_norm=True,
+        window=18, windowed=(True, False), local_rope=Rope(3e2), rope_scaling=YarnRope(4.0, 16, 1.25),
+    ),
+    "gemma2": DecoderSpec(
+        "small", "gemma2", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, tied_head=True, norms="around", norm_offset=1.0,
+        activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.2, attention_cap=2.0,
+        logits_cap=2.0, window=18, windowed=(True, False),
+    ),
+    "gemma3": DecoderSpec(
+        "small", "gemma3_text", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, tied_head=True, norms="around",
+        norm_offset=1.0, activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.2,
+        qk_norm=True, window=18, windowed=(True, False), local_rope=Rope(1e2), rope_scaling=LinearRope(8.0),
+    ),
 }
 """Few tokens, so that texts repeat themselves."""
 CONFIGS: Final = {

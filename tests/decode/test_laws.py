@@ -14,7 +14,7 @@ from flywheel.ir import TARGETS
 from flywheel.judge.verdicts import verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
-from flywheel.models.rope import RopeScaling, YarnRope
+from flywheel.models.rope import Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.search.knobs import KNOBS, Choice
@@ -30,6 +30,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"nope_every": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "cohere2": {"norms": "shared", "logits_scale": 0.5},
     "starcoder2": {"norm": "layer", "gated": False, "o_bias": True, "mlp_bias": True},
+    "granite": {"embed_scale": 6.0, "residual_scale": 0.22, "attention_scale": 0.1, "logits_scale": 0.125},
+    "olmo3": {"norms": "behind", "wide_qk_norm": True, "qk_norm": True, "local_rope": Rope(3e2)},
+    "gemma2": {
+        "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "attention_cap": 2.0, "logits_cap": 2.0
+    },
+    "gemma3_text": {"norms": "around", "embed_scale": 3.0, "qk_norm": True, "local_rope": Rope(1e2)},
 }
 
 
@@ -39,6 +45,9 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
     n_layers = draw(st.integers(1, 2))
     windowed = draw(st.lists(st.booleans(), min_size=n_layers, max_size=n_layers))
     n_kv_heads = draw(st.integers(1, 3))
+    own = {name: value for name, value in FAMILIES[family].items() if draw(st.booleans())}
+    if not own.get("gated", True):
+        own["activation"] = "gelu_tanh"  # the only one without a gate
     return DecoderSpec(
         name="drawn",
         family=family,
@@ -55,7 +64,7 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
         tied_head=draw(st.booleans()),
         window=draw(st.integers(1, 70)) if any(windowed) else None,
         windowed=tuple(windowed),
-        **{name: value for name, value in FAMILIES[family].items() if draw(st.booleans())},
+        **own,
     )
 
 

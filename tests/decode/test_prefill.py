@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,17 @@ from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import LongRope, RopeScaling
+from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT, PROMPT = 48, tuple((7 * place + 3) % 80 for place in range(23))
 SMALL = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 128)
+GEMMA: dict[str, Any] = {
+    "tied_head": True, "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "embed_scale": 8.0,
+    "embed_scale_rounds": True, "attention_scale": 0.2, "window": 9, "windowed": (True, False),
+}  # fmt: skip
 FAMILIES = {
     "llama": replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
     "tied": replace(SMALL, tied_head=True),
@@ -34,6 +39,15 @@ FAMILIES = {
     "windows": replace(SMALL, family="ministral", window=1, windowed=(False, True)),
     "smollm3": replace(SMALL, family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True),
     "a query head a KV head": replace(SMALL, n_kv_heads=4),
+    "glm4": replace(SMALL, family="glm4", rotary_dim=8, norms="around", qkv_bias=True),
+    "granite": replace(SMALL, family="granite", embed_scale=6.0, residual_scale=0.22, attention_scale=0.1,
+                       logits_scale=0.125),
+    "olmo2": replace(SMALL, family="olmo2", norms="behind", qk_norm=True, wide_qk_norm=True),
+    "olmo3": replace(SMALL, family="olmo3", norms="behind", qk_norm=True, wide_qk_norm=True, window=9,
+                     windowed=(True, False), local_rope=Rope(3e2), rope_scaling=YarnRope(4.0, 16, 1.25)),
+    "gemma2": replace(SMALL, **GEMMA, family="gemma2", attention_cap=2.0, logits_cap=2.0),
+    "gemma3": replace(SMALL, **GEMMA, family="gemma3_text", qk_norm=True, local_rope=Rope(1e2),
+                      rope_scaling=LinearRope(8.0)),
 }  # fmt: skip
 NEAR = {DType.F32: 2e-5, DType.BF16: 0.06}
 """Of the largest element. In half types a whole step's roundings pile up, differently in each of the two."""

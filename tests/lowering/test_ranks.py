@@ -23,11 +23,13 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.exchange import is_push
+from flywheel.lowering.fusion import COMBINE
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.formats import PLAIN, parse_formats
 from flywheel.models.quantise import quantised
+from flywheel.models.rope import LinearRope, Rope
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind, random_weights
@@ -38,17 +40,32 @@ from flywheel.vm.reference.memory import tensor_shape
 
 TARGET = replace(TARGETS["h200"], name="few", num_sms=6)
 SPEC = DecoderSpec("tiny", "llama", 64, 128, 4, 8, 4, 16, 200, 1e4, 1e-5, 64)
+GEMMA: Mapping[str, Any] = {
+    "tied_head": True, "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "embed_scale": 8.0,
+    "embed_scale_rounds": True, "attention_scale": 0.2, "window": 3, "windowed": (True, False, True, False),
+}  # fmt: skip
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"tied_head": True},
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "smollm3": {"nope_every": 2},
+    "ministral": {"window": 3, "windowed": (True, False, True, True)},
+    "phi3": {"rotary_dim": 12},
+    "cohere2": {"norm": "layer", "norms": "shared", "logits_scale": 0.5},
+    "starcoder2": {
+        "norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "qkv_bias": True, "o_bias": True,
+        "mlp_bias": True,
+    },
+    "glm4": {"rotary_dim": 8, "norms": "around", "qkv_bias": True},
+    "granite": {"embed_scale": 6.0, "residual_scale": 0.22, "attention_scale": 0.1, "logits_scale": 0.125},
+    "gemma2": {**GEMMA, "attention_cap": 2.0, "logits_cap": 2.0},
+    "gemma3_text": {**GEMMA, "qk_norm": True, "local_rope": Rope(1e2), "rope_scaling": LinearRope(8.0)},
 }
 FUSED = (
     ("attn_norm", "q_proj", "k_proj", "v_proj"),
     ("attn_combine", "o_proj", "attn_add"),
-    ("mlp_norm", "gate_proj", "up_proj", "silu_mul"),
+    ("mlp_norm", "gate_proj", "up_proj", "silu_mul", "gelu_mul"),
     ("down_proj", "mlp_add"),
     ("final_norm", "lm_head"),
 )
@@ -67,7 +84,11 @@ def shared(
     weights: str | None = None,
 ) -> MegakernelProgram:
     formats = PLAIN if weights is None else parse_formats(weights, dtype.name.lower())
-    return lower(shared_step(spec, 48, dtype, batch, formats, ranks), config, TARGET)
+    graph = shared_step(spec, 48, dtype, batch, formats, ranks)
+    there = {op.name for block in graph.blocks for op in block.ops} | {COMBINE}
+    there -= {"attn_add", "mlp_add"} if spec.norms == "around" else set()  # a norm is between
+    fused = [[name for name in names if name in there] for names in config.fusion_grouping]
+    return lower(graph, replace(config, fusion_grouping=fused), TARGET)
 
 
 def launched(

@@ -13,7 +13,7 @@ from ranks_at_work import Case, die_in_company, fail_alone, refuse_in_company, s
 
 from flywheel.errors import ConfigError, FlywheelError, NoGpuError, UsageError, WorkerDiedError
 from flywheel.ir import DType
-from flywheel.models.rope import RopeScaling
+from flywheel.models.rope import Rope, RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import WeightsOnRequest, checkpoint_tensors, random_weights
 from flywheel.rivals.rank_processes import run_ranks
@@ -28,6 +28,24 @@ SPECS = (
     dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4, vocab=128, window=7),
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True, o_bias=True, mlp_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
+    dataclasses.replace(LLAMA, name="phi3", family="phi3", rotary_dim=8, n_kv_heads=4),
+    dataclasses.replace(
+        LLAMA, name="gemma2", family="gemma2", n_kv_heads=4, tied_head=True, norms="around", norm_offset=1.0,
+        activation="gelu_tanh", embed_scale=8.0, embed_scale_rounds=True, attention_scale=0.2, attention_cap=2.0,
+        logits_cap=2.0, window=7, windowed=(True, False), local_rope=Rope(1e2),
+    ),
+    dataclasses.replace(
+        LLAMA, name="granite", family="granite", n_kv_heads=4, embed_scale=6.0, residual_scale=0.22,
+        attention_scale=0.1, logits_scale=0.125, o_bias=True, mlp_bias=True,
+    ),
+    dataclasses.replace(
+        LLAMA, name="starcoder2", family="starcoder2", n_kv_heads=4, norm="layer", norm_bias=True, gated=False,
+        activation="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
+    ),
+    dataclasses.replace(
+        LLAMA, name="cohere2", family="cohere2", n_kv_heads=4, norm="layer", norms="shared", logits_scale=0.5, window=9,
+        windowed=(True, False), nope_full=True,
+    ),
 )
 CASES = [
     pytest.param(2, [Case(spec, DType.BF16, batch=3) for spec in sample(SPECS, 2)], id="2"),
@@ -84,7 +102,9 @@ def test_a_whole_matrix_is_there_only_while_its_part_is_made(spec: DecoderSpec) 
 
     fused = fuse(shard.spec, shard.of(WeightsOnRequest(weights, make)))
     asked = Counter(key for key, _ in made)
-    twice = {"model.embed_tokens.weight"} if spec.tied_head else set()
+    twice = ["model.embed_tokens.weight"] if spec.tied_head else []
+    if spec.norms == "shared":
+        twice += [f"model.layers.{layer}.input_layernorm.weight" for layer in range(spec.n_layers)]
     assert asked == Counter([*weights, *twice])
     for each in (each for block in (*fused.layers, fused.epilogue) for each in block if each.matrix is not None):
         assert isinstance(each.matrix, torch.Tensor)

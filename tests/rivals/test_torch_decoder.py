@@ -24,7 +24,7 @@ from flywheel.models.families import layer_weight_shapes
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import quantise, quantised
-from flywheel.models.rope import LongRope, RopeScaling
+from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
@@ -34,6 +34,10 @@ from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48
 LLAMA = DecoderSpec("llama", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 128)
+GEMMA: dict[str, Any] = {
+    "tied_head": True, "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "embed_scale": 8.0,
+    "embed_scale_rounds": True, "attention_scale": 0.2, "window": 7, "windowed": (True, False),
+}  # fmt: skip
 SPECS = (
     LLAMA,
     dataclasses.replace(LLAMA, name="scaled", tied_head=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
@@ -51,6 +55,21 @@ SPECS = (
         LLAMA, name="starcoder2", family="starcoder2", norm="layer", norm_bias=True, gated=False, activation="gelu_tanh"
     ),
     dataclasses.replace(LLAMA, name="window", family="ministral", window=7, windowed=(True, False)),
+    dataclasses.replace(LLAMA, name="glm4", family="glm4", rotary_dim=8, norms="around", qkv_bias=True),
+    dataclasses.replace(
+        LLAMA, name="granite", family="granite", embed_scale=6.0, residual_scale=0.22, attention_scale=0.1,
+        logits_scale=0.125,
+    ),
+    dataclasses.replace(LLAMA, name="olmo2", family="olmo2", norms="behind", qk_norm=True, wide_qk_norm=True),
+    dataclasses.replace(
+        LLAMA, name="olmo3", family="olmo3", norms="behind", qk_norm=True, wide_qk_norm=True, window=7,
+        windowed=(True, False), local_rope=Rope(3e2), rope_scaling=YarnRope(4.0, 16, 1.25),
+    ),
+    dataclasses.replace(LLAMA, **GEMMA, name="gemma2", family="gemma2", attention_cap=2.0, logits_cap=2.0),
+    dataclasses.replace(
+        LLAMA, **GEMMA, name="gemma3", family="gemma3_text", qk_norm=True, local_rope=Rope(1e2),
+        rope_scaling=LinearRope(8.0),
+    ),
     dataclasses.replace(LLAMA, name="odd", hidden=72, intermediate=104, n_heads=3, n_kv_heads=1, head_dim=24),
 )
 
@@ -302,11 +321,14 @@ def test_a_step_launches_one_product_for_qkv_and_one_for_gate_and_up_and_copies_
     with Counting() as counting, torch.no_grad():
         decoder.forward(40)
     turned = sum(map(spec.has_rope, range(spec.n_layers))) * (1 + spec.qk_norm)
-    wanted = {"mm": 4, "silu": int(spec.gated), "add.Tensor": 2, "copy_": 2, "cat": 0, "clone": 0, "stack": 0}
+    silu = spec.gated and spec.activation == "silu"
+    wanted = {"mm": 4, "silu": int(silu), "add.Tensor": 2, "copy_": 2, "cat": 0, "clone": 0, "stack": 0}
     biased = spec.qkv_bias + spec.o_bias + 2 * spec.mlp_bias
     if biased:
         wanted |= {"mm": 4 - biased, "addmm": biased}
     wanted = {name: count * spec.n_layers for name, count in wanted.items()}
+    if spec.norm_offset:  # to the weights of each norm: four in a layer, those of queries and keys, and the last
+        wanted["add.Tensor"] += (4 + 2 * spec.qk_norm) * spec.n_layers + 1
     wanted |= {"mm": wanted["mm"] + 1, "embedding": 1, "argmax": 1, "flip": turned, "addcmul": turned}
     assert {name: counting.counts[name] for name in wanted} == wanted
 
