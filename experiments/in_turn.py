@@ -39,7 +39,7 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.verdict import Verdict
 from flywheel.models.decoder import DTYPES
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.plan.kernels import arch_name
 from flywheel.report.traced import exchange_times
 from flywheel.search.workload import gpus_of, make_workload

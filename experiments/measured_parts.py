@@ -57,7 +57,7 @@ def parts() -> tuple[tuple[Any, str, str], ...]:
     from flywheel.decode.source import Source
     from flywheel.judge import bench
     from flywheel.judge import verdicts as judge
-    from flywheel.judge.oracle import Oracle, Scores
+    from flywheel.judge.deviations import Oracle, Scores
     from flywheel.vm.gpu import flush, loader, timing
 
     return (

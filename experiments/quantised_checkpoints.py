@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from flywheel.cli.main import cli
 from flywheel.decode.source import open_source
 from flywheel.ir import DType
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 

@@ -38,9 +38,9 @@ from flywheel.measure.verdict import BOUND
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.drawn import random_quantised
-from flywheel.models.eager import OracleWeights
 from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import LAYER_MATRICES, parse_formats
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.search.space import make_space

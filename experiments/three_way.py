@@ -21,7 +21,7 @@ from flywheel.decode.source import open_source
 from flywheel.judge.verdicts import make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.runtime.sequences import Request
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, find_target

@@ -23,7 +23,7 @@ from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 from flywheel.tensors import TORCH_DTYPES

@@ -15,7 +15,7 @@ from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import Buffer, BufferKind, DType, KvRows, MegakernelProgram, MemSpace, Task, at_position
 from flywheel.ir.recipe import recipe_of, recipe_steps
 from flywheel.judge.verdicts import Examined, Judge
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec, layer_weight_key
 
 Params = Mapping[str, Any]

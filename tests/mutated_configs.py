@@ -19,9 +19,9 @@ import torch
 
 from flywheel.errors import FlywheelError
 from flywheel.models.checkpoint import load_weights
-from flywheel.models.eager import EagerDecoder
 from flywheel.models.families import FAMILIES
 from flywheel.models.hf import load_spec
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.stored import canonical, stored_tensors
 
 SIZES: Final[Mapping[str, Any]] = {

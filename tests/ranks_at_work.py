@@ -16,7 +16,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.judge.verdicts import Judge, judge_free
 from flywheel.measure.verdict import Verdict
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.process import one_torch_thread

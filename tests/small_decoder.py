@@ -14,7 +14,7 @@ from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.rope import RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights

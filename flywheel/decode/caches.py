@@ -17,7 +17,7 @@ from flywheel.decode.growing import GrowingMemory
 from flywheel.decode.interface import Interface
 from flywheel.errors import CacheMemoryError, GpuFaultError, UsageError
 from flywheel.ir import DType
-from flywheel.models.eager import LayerCache
+from flywheel.models.oracle import LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES

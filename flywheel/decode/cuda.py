@@ -45,7 +45,7 @@ from flywheel.decode.source import Weights
 from flywheel.errors import GpuMemoryError, InvalidProgramError, NoGpuError, TensorError
 from flywheel.ir import DType, MegakernelProgram, validate
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.models.eager import LayerCache
+from flywheel.models.oracle import LayerCache
 from flywheel.models.quantise import is_part
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import WeightsOnRequest, bind, bind_on_request

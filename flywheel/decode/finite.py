@@ -14,8 +14,8 @@ from flywheel.decode.memory import within_memory
 from flywheel.errors import GpuMemoryError
 from flywheel.ir import DType, InstructionKind
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import OracleWeights
-from flywheel.models.forced import LayerByLayer, Past, run_forced
+from flywheel.models.oracle import OracleWeights
+from flywheel.models.oracle_steps import LayerByLayer, Past, run_forced
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import WeightsOnRequest
 from flywheel.tensors import TORCH_DTYPES, first_not_finite

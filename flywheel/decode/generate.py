@@ -14,7 +14,7 @@ from flywheel.decode.session import DecodeSession
 from flywheel.errors import MismatchError, NonFiniteError
 from flywheel.ir import DType
 from flywheel.measure.verdict import FREE_RUNNING
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.runtime.sequences import GREEDY, Request, Sampling, not_finite
 from flywheel.tensors import all_finite
 

@@ -25,7 +25,7 @@ from flywheel.decode.session import (
 )
 from flywheel.decode.source import Weights
 from flywheel.ir import NO_TOKEN, DType, MegakernelProgram
-from flywheel.models.eager import LayerCache
+from flywheel.models.oracle import LayerCache
 from flywheel.models.quantise import typed
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind

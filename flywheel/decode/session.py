@@ -13,7 +13,7 @@ from flywheel.decode.caches import Caches
 from flywheel.decode.interface import Launched, Taps
 from flywheel.errors import UsageError
 from flywheel.ir import DType
-from flywheel.models.eager import LayerCache
+from flywheel.models.oracle import LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.runtime.sequences import GREEDY, Sampling, Session, check_place, check_prompt, check_turns
 

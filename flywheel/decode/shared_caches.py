@@ -12,7 +12,7 @@ from torch import Tensor
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import Interface, agreed
 from flywheel.ir import DType
-from flywheel.models.eager import LayerCache
+from flywheel.models.oracle import LayerCache
 from flywheel.models.sharding import kv_heads_of, local_spec
 from flywheel.models.spec import DecoderSpec
 from flywheel.vm.gpu.granules import Granules

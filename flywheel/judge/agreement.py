@@ -10,7 +10,7 @@ import torch
 from flywheel.decode.source import Weights
 from flywheel.errors import NonFiniteError
 from flywheel.ir import DType
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.spec import DecoderSpec
 from flywheel.tensors import TORCH_DTYPES, all_finite
 

@@ -20,8 +20,8 @@ from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Contest, Implausible, Incorrect, Measured, TrialOutcome
 from flywheel.measure.verdict import Verdict
-from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.quantise import kept_bytes
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import open_gpus

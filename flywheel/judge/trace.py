@@ -18,7 +18,7 @@ from flywheel.ir import MegakernelProgram
 from flywheel.judge.verdicts import Examined, Judge, default_positions, judge_repeated
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import Verdict
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.quantise import formats_of_program
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import open_gpus

@@ -16,10 +16,10 @@ from flywheel.decode.session import DecodeSession, Step
 from flywheel.decode.source import Weights
 from flywheel.errors import NonFiniteError, UsageError
 from flywheel.ir import DType
-from flywheel.judge.oracle import Oracle, Scored, gather, score
+from flywheel.judge.deviations import Oracle, Scored, gather, score
 from flywheel.measure.verdict import BOUND, FREE_RUNNING, REPEATED, Verdict, judge
-from flywheel.models.eager import EagerDecoder, LayerCache, OracleWeights
-from flywheel.models.forced import LayerByLayer, Past, run_forced
+from flywheel.models.oracle import EagerDecoder, LayerCache, OracleWeights
+from flywheel.models.oracle_steps import LayerByLayer, Past, run_forced
 from flywheel.tensors import TORCH_DTYPES
 
 FLAT: Final = 0.25

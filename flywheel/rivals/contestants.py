@@ -22,8 +22,8 @@ from flywheel.measure.comparison import Comparison, Entry, comparison_of
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured, NoMemory, Rejected
 from flywheel.measure.verdict import Verdict
-from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.models.oracle import OracleWeights
 from flywheel.process import sums_as_shipped
 from flywheel.rivals.lineup import Form, Rival, TimingPlan, refusal
 from flywheel.rivals.torch_decoder import FusedWeights, TorchDecoder, bytes_read, fuse, steps_of

@@ -20,8 +20,8 @@ from flywheel.ir import DType, MegakernelProgram
 from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.measure.comparison import Comparison, Entry, comparison_of
 from flywheel.measure.outcome import NoMemory, Rejected
-from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.models.oracle import OracleWeights
 from flywheel.rivals.contestants import OURS, Record, Runner, judge_session, time_round
 from flywheel.rivals.lineup import Rival, TimingPlan
 from flywheel.rivals.ranked_rivals import WARMUP, Behind, RankedRival, RankedWork

@@ -21,7 +21,7 @@ from flywheel.decode.session import Step
 from flywheel.decode.source import Source, open_source
 from flywheel.errors import FlywheelError, MismatchError, WorkerDiedError
 from flywheel.ir import DType
-from flywheel.models.eager import LayerCache
+from flywheel.models.oracle import LayerCache
 from flywheel.process import one_torch_thread, sums_as_shipped
 from flywheel.rivals.contestants import capture
 from flywheel.rivals.lineup import Rival

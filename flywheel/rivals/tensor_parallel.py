@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from flywheel.decode.source import Weights
 from flywheel.ir import DType
 from flywheel.models.calls import Call
-from flywheel.models.eager import LayerCache
+from flywheel.models.oracle import LayerCache
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
 from flywheel.models.weights import WeightsOnRequest

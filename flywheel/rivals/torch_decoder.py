@@ -25,7 +25,6 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import Call, calls_of
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import LayerCache
 from flywheel.models.forward import (
     PLAIN,
     Plain,
@@ -39,6 +38,7 @@ from flywheel.models.forward import (
     turning_of,
 )
 from flywheel.models.graph import codes_of, scales_of, zeros_of
+from flywheel.models.oracle import LayerCache
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_key
 from flywheel.rivals.lineup import JOINED, Form

@@ -26,8 +26,8 @@ from flywheel.decode.reference import ReferenceSession
 from flywheel.ir import TARGETS, DType, GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import EagerDecoder
 from flywheel.models.hf import load_spec
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.runtime.reading import read_bundle

@@ -16,7 +16,7 @@ from flywheel.ir import TARGETS, DType, GpuTarget, MegakernelProgram, ScheduleCo
 from flywheel.judge.verdicts import make_judge, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.rope import RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights

@@ -25,14 +25,14 @@ from flywheel.decode.source import Source
 from flywheel.errors import NonFiniteError, WeightsError
 from flywheel.ir import NO_TOKEN, TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.agreement import agreement
-from flywheel.judge.oracle import score
+from flywheel.judge.deviations import score
 from flywheel.judge.verdicts import Judge, judge_free, judge_repeated, make_judge, verify
 from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import judge
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import EagerDecoder, OracleWeights
-from flywheel.models.forced import run_forced
 from flywheel.models.formats import parse_formats
+from flywheel.models.oracle import EagerDecoder, OracleWeights
+from flywheel.models.oracle_steps import run_forced
 from flywheel.models.packing import write_checkpoint
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights

@@ -17,9 +17,9 @@ from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.drawn import random_quantised
-from flywheel.models.eager import OracleWeights
 from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import parse_formats
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Gpu

@@ -11,7 +11,7 @@ from flywheel.decode.reference import ReferenceSession, stream_by_steps
 from flywheel.decode.session import Step, TokenStream
 from flywheel.errors import MismatchError
 from flywheel.ir import DType, MegakernelProgram
-from flywheel.models.eager import EagerDecoder, LayerCache
+from flywheel.models.oracle import EagerDecoder, LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.runtime.sequences import GREEDY, Request, Sampling
 

@@ -10,7 +10,7 @@ import torch
 from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import ConfigError, InvalidProgramError, WeightsError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 

@@ -17,7 +17,7 @@ from flywheel.ir import DType
 from flywheel.judge.verdicts import make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.stored import canonical
 from flywheel.runtime.sequences import Request
 from flywheel.search.space import make_space

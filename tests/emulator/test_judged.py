@@ -17,7 +17,7 @@ from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES

@@ -17,8 +17,8 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import Verdict
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.drawn import random_quantised
-from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import parse_formats
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.tensors import TORCH_DTYPES
 

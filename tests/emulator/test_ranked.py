@@ -13,7 +13,7 @@ from emulator.ranks import Peer, Ranks
 from emulator.test_ranks import DTYPE, SPEC, TOLERANCE, lowered
 
 from flywheel.errors import ConfigError, LaunchTimeoutError, TensorError
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.ranked import RankedProgram

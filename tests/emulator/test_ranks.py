@@ -16,7 +16,7 @@ from emulator.ranks import Ranks
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.fusion import COMBINE
 from flywheel.lowering.lower import lower
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.rope import LinearRope, Rope
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec

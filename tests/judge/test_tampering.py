@@ -17,7 +17,7 @@ from flywheel.judge.verdicts import default_positions, make_judge
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES

@@ -20,9 +20,9 @@ from flywheel.judge.verdicts import default_positions, make_judge
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.drawn import random_quantised
-from flywheel.models.eager import OracleWeights
 from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import HEAD, LAYER_MATRICES, parse_formats
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 
 SPEC: Final = DecoderSpec("small", "llama", 512, 640, 2, 8, 2, 64, 520, 1e5, 1e-5, 4096)

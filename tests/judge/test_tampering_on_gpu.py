@@ -16,7 +16,7 @@ from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import OracleWeights
+from flywheel.models.oracle import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.vm.gpu.driver import Gpu

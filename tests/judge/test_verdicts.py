@@ -19,7 +19,7 @@ from flywheel.judge.verdicts import default_positions, judge_repeated, verify
 from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import Verdict
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.rope import RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights

@@ -26,8 +26,8 @@ from flywheel.ir.exchange import is_push
 from flywheel.lowering.fusion import COMBINE
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import EagerDecoder
 from flywheel.models.formats import PLAIN, parse_formats
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.quantise import quantised
 from flywheel.models.rope import LinearRope, Rope
 from flywheel.models.sharding import shared_step

@@ -9,8 +9,8 @@ from flywheel.ir import DType, InstructionKind
 from flywheel.models.calls import Call
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import rope_table
 from flywheel.models.forward import PLAIN, rope_turns, rotate, turning_of
+from flywheel.models.oracle import rope_table
 
 
 @pytest.mark.parametrize("name", CATALOG)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from flywheel.errors import UnsupportedModelError, UsageError
 from flywheel.ir import DType, InstructionKind
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import rope_table
 from flywheel.models.forward import turning_of
 from flywheel.models.hf import spec_from_config
+from flywheel.models.oracle import rope_table
 from flywheel.models.rope import LongRope, Rope, YarnRope, rope_params
 from flywheel.models.spec import DecoderSpec, spec_from_dict
 from flywheel.runtime.sequences import check_join, make_request

@@ -15,8 +15,8 @@ from flywheel.errors import UnsupportedModelError
 from flywheel.ir import DType
 from flywheel.models.checkpoint import load_weights
 from flywheel.models.config_fields import FOREIGN
-from flywheel.models.eager import EagerDecoder
 from flywheel.models.hf import foreign_fields, load_spec, spec_from_config
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.quantise import matrix_of
 from flywheel.models.stored import canonical, stored_tensors
 from flywheel.models.weights import checkpoint_tensors

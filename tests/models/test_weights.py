@@ -11,8 +11,8 @@ from flywheel.lowering.lower import lower
 from flywheel.models import weights as drawing
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
-from flywheel.models.eager import EagerDecoder
 from flywheel.models.families import count_params
+from flywheel.models.oracle import EagerDecoder
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import (
     WeightsOnRequest,

@@ -20,8 +20,8 @@ from flywheel.decode.source import open_source
 from flywheel.errors import FlywheelError, MismatchError, UsageError
 from flywheel.ir import DType
 from flywheel.judge.verdicts import Judge, default_positions, judge_free
-from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN
+from flywheel.models.oracle import OracleWeights
 from flywheel.rivals import ranked_rivals
 from flywheel.rivals.contestants import Record
 from flywheel.rivals.lineup import RANK_RIVALS, RIVALS, check_rivals, usual_rivals

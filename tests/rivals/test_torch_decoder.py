@@ -19,10 +19,10 @@ from flywheel.ir import DType, InstructionKind
 from flywheel.judge.verdicts import Judge, default_positions, judge_free
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
-from flywheel.models.eager import EagerDecoder, OracleWeights
 from flywheel.models.families import layer_weight_shapes
 from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
+from flywheel.models.oracle import EagerDecoder, OracleWeights
 from flywheel.models.quantise import quantise, quantised
 from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec

@@ -3,7 +3,7 @@
 So rounding does not accumulate over layers, and a wrong operation shows at its place with its full error. A program's
 tensor differs only by the program's own rounding, since this code rounds nothing, with one exception. It rounds RoPE's
 results as every program must, which multiplies them with keys of that dtype; sharp attention amplifies that rounding.
-This shares the weights of `eager`, and no code with the VM.
+This shares the weights of `oracle`, and no code with the VM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flywheel.models.eager import (
+from flywheel.models.oracle import (
     OracleWeights,
     activate,
     embedded,

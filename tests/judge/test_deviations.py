@@ -8,9 +8,9 @@ import torch
 from captured import Capturing
 from emulator.test_ranks import FAMILIES, SPEC
 
-from flywheel.judge.oracle import Scores, score
-from flywheel.models.eager import OracleWeights
-from flywheel.models.forced import Past, run_forced
+from flywheel.judge.deviations import Scores, score
+from flywheel.models.oracle import OracleWeights
+from flywheel.models.oracle_steps import Past, run_forced
 from flywheel.models.weights import random_weights
 
 

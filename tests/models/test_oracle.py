@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flywheel.errors import UsageError, WeightsError
-from flywheel.models.eager import EagerDecoder, rope_table
+from flywheel.models.oracle import EagerDecoder, rope_table
 from flywheel.models.rope import RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights

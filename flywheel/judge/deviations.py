@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flywheel.decode.interface import Launched, Taps
-from flywheel.models.eager import OracleWeights
-from flywheel.models.forced import Past, named, run_forced
+from flywheel.models.oracle import OracleWeights
+from flywheel.models.oracle_steps import Past, named, run_forced
 
 PEAK: Final = 2.0
 """Allowed error of a single element, relative to the allowed RMS error of its part."""
