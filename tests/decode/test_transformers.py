@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from effort import examples
+from click.testing import CliRunner
+from effort import examples, pairs
+from safetensors.torch import load_file
 
+from flywheel.cli.main import cli
 from flywheel.decode.generate import generate
 from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.source import open_source
@@ -117,34 +120,43 @@ def known(family: str) -> tuple[type[PreTrainedModel], Any]:
 Opened = tuple[Any, ReferenceSession, EagerDecoder]
 
 
+def written(family: str, folder: Path, precision: torch.dtype) -> PreTrainedModel:
+    """A family's checkpoint in `folder`, as transformers reads it."""
+    kind, config = known(family)
+    model = kind(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
+            deviation = 0.03 if name.endswith(SMALL) else deviation
+            mean = 1.0 if name.endswith("norm.weight") and "Gemma" not in type(model).__name__ else 0.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
+    model.to(precision).save_pretrained(folder)
+    # A model converted in memory would have its RoPE frequencies rounded too.
+    return kind.from_pretrained(folder, dtype=precision).eval()
+
+
 @pytest.fixture(params=FAMILIES)
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[str], Opened]]:
     """`opened(dtype)`: a family's checkpoint as transformers reads it, as a program and as the oracle."""
 
     def build(dtype: str) -> Opened:
-        kind, config = known(request.param)
-        model = kind(config)
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
-                deviation = 0.03 if name.endswith(SMALL) else deviation
-                mean = 1.0 if name.endswith("norm.weight") and "Gemma" not in type(model).__name__ else 0.0
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
-        precision = TORCH_DTYPES[DTYPES[dtype]]
-        model.to(precision).save_pretrained(tmp_path)
-        # A model converted in memory would have its RoPE frequencies rounded too.
-        model = kind.from_pretrained(tmp_path, dtype=precision).eval()
-        source = open_source(str(tmp_path))
-        assert source.dtype == dtype
-        workload = Workload(source.name, source.spec, find_target("h100"), dtype, CONTEXT)
-        space = make_space(workload)
-        program = lower(workload.graph, space.to_config(space.known_good()[1]), workload.target)
-        weights = source.weights(DTYPES[dtype], 0)
-        session = ReferenceSession(program, source.spec, weights, order="queues", seed=1)
-        return model, session, make_oracle(session, weights)
+        model = written(request.param, tmp_path, TORCH_DTYPES[DTYPES[dtype]])
+        return model, *session_of(tmp_path, dtype)
 
     yield build
+
+
+def session_of(folder: Path, dtype: str, text: str | None = None) -> tuple[ReferenceSession, EagerDecoder]:
+    """A checkpoint, with matrices of such a format, as a program and as the oracle."""
+    source = open_source(str(folder))
+    assert source.dtype == dtype
+    workload = Workload(source.name, source.spec, find_target("h100"), dtype, CONTEXT, 1, text)
+    space = make_space(workload)
+    program = lower(workload.graph, space.to_config(space.known_good()[1]), workload.target)
+    weights = source.weights(DTYPES[dtype], 0, formats=workload.formats)
+    session = ReferenceSession(program, source.spec, weights, order="queues", seed=1)
+    return session, make_oracle(session, weights)
 
 
 def logits_three_ways(opened: Opened) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -195,3 +207,34 @@ def test_greedy_generation_agrees_token_for_token(opened: Callable[[str], Opened
     generation = generate(session, Request(tuple(prompt[0].tolist()), count), oracle)
     assert list(generation.token_ids) == wanted
     assert len(set(wanted)) > 3
+
+
+def meant(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The matrices of a checkpoint of compressed-tensors, of fp8 by rows or of eight int4 a word in groups of 32."""
+    made = {key: each for key, each in stored.items() if not key.endswith(("_packed", "_scale", "_shape"))}
+    for key in [key.removesuffix("_scale") for key in stored if key.endswith("_scale")]:
+        scales = stored[f"{key}_scale"].float()
+        if key in stored:
+            made[key] = stored[key].float() * scales
+        else:
+            words = stored[f"{key}_packed"].unsqueeze(-1)
+            numbers = (words >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1) - 8
+            made[key] = numbers * scales.repeat_interleave(32, 1)
+    return made
+
+
+@pytest.mark.parametrize(("family", "text"), pairs(("gemma3", "phi3", "granite", "glm4"), ("int4-g32", "fp8")))
+def test_what_flywheel_quantizes_decodes_as_transformers_decodes_what_it_means(
+    family: str, text: str, tmp_path: Path
+) -> None:
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    model = written(family, plain, torch.float32)
+    result = CliRunner().invoke(cli, ["quantize", "--model", str(plain), "--weights", text, "--output", str(made)])
+    assert result.exit_code == 0, result.output
+    wanted = model.state_dict()
+    given = {key: each.to(wanted[key]) for key, each in meant(load_file(made / "model.safetensors")).items()}
+    assert sum(not torch.equal(given[key], wanted[key]) for key in wanted) >= 4 * model.config.num_hidden_layers
+    model.load_state_dict(given)
+    theirs, eager, ours = logits_three_ways((model, *session_of(made, "f32", text)))
+    torch.testing.assert_close(eager, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
