@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusing import PATTERNS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,12 +28,13 @@ from flywheel.ir import (
 from flywheel.ir.recipe import Input, recipe_steps
 from flywheel.ir.simulate import simulate_adversarial, simulate_counters
 from flywheel.ir.window import in_rows
+from flywheel.lowering.fusion import patterns_of
 from flywheel.lowering.lower import lower
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.models.decoder import DTYPES, decode_step
-from flywheel.models.families import count_params
-from flywheel.models.rope import RopeScaling
-from flywheel.models.spec import DecoderSpec
+from flywheel.models.families import count_params, layer_weight_shapes
+from flywheel.models.rope import Rope, RopeScaling
+from flywheel.models.spec import DecoderSpec, model_weight_shapes
 from flywheel.plan import program_id
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
@@ -47,6 +47,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "smollm3": {"nope_every": 2, "o_bias": True, "mlp_bias": True},
+    "phi3": {"rotary_dim": 2},
+    "cohere2": {"norms": "shared", "logits_scale": 0.5},
+    "starcoder2": {"norm": "layer", "gated": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "granite": {"embed_scale": 6.0, "residual_scale": 0.22, "attention_scale": 0.1, "logits_scale": 0.125},
+    "olmo3": {"norms": "behind", "wide_qk_norm": True, "qk_norm": True, "local_rope": Rope(3e2)},
+    "gemma2": {
+        "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "attention_cap": 2.0, "logits_cap": 2.0
+    },
+    "gemma3_text": {"norms": "around", "embed_scale": 3.0, "qk_norm": True, "local_rope": Rope(1e2)},
 }
 
 
@@ -72,6 +82,9 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
     n_layers = draw(st.integers(1, 3))
     windowed = draw(st.lists(st.booleans(), min_size=n_layers, max_size=n_layers))
     n_kv_heads = draw(st.integers(1, 4))
+    own = {name: value for name, value in FAMILIES[family].items() if draw(st.booleans())}
+    if not own.get("gated", True):
+        own["activation"] = "gelu_tanh"  # the only one without a gate
     return DecoderSpec(
         name="small",
         family=family,  # type: ignore[arg-type]
@@ -88,7 +101,7 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
         tied_head=draw(st.booleans()),
         window=draw(st.integers(1, 600)) if any(windowed) else None,
         windowed=tuple(windowed),
-        **{name: value for name, value in FAMILIES[family].items() if draw(st.booleans())},
+        **own,
     )
 
 
@@ -101,17 +114,16 @@ def searched(draw: st.DrawFn, workload: Workload) -> ScheduleConfig:
 
 @st.composite
 def groupings(draw: st.DrawFn, workload: Workload) -> list[tuple[str, ...]]:
-    """Any compatible runs of the table of patterns, in any order of names."""
+    """Any compatible runs that fuse, in any order of names."""
     graph = workload.graph
-    present = {op.name for op in (*graph.kinds[0].ops, *graph.epilogue.ops)} | {"attn_combine"}
+    patterns = [pattern for block in (graph.kinds[0], graph.epilogue) for pattern in patterns_of(graph, block)]
     taken: set[str] = set()
     groups = []
-    for pattern in draw(st.permutations(list(PATTERNS.values()))):
+    for pattern in draw(st.permutations(patterns)):
         if draw(st.booleans()):
             continue
-        before = [name for name in pattern.before if name in present]
         names = {
-            *before[draw(st.integers(0, len(before))) :],
+            *pattern.before[draw(st.integers(0, len(pattern.before))) :],
             *pattern.anchors,
             *pattern.after[: draw(st.integers(0, len(pattern.after)))],
         }
@@ -125,11 +137,10 @@ def groupings(draw: st.DrawFn, workload: Workload) -> list[tuple[str, ...]]:
 def foreign(draw: st.DrawFn, workload: Workload) -> ScheduleConfig:
     """Configs that lower, most of them outside the search space."""
     rows = st.integers(1, 40).map(lambda count: {"N_tile": 16 * count})
-    tiling: dict[str, Mapping[str, int]] = draw(
-        st.dictionaries(st.sampled_from(["gemv", *(f"gemv.{name}" for name in PROJECTIONS)]), rows)
-    )
+    products = [f"gemv.{name}" for name in PROJECTIONS if name != "gate_proj" or workload.spec.gated]
+    tiling: dict[str, Mapping[str, int]] = draw(st.dictionaries(st.sampled_from(["gemv", *products]), rows))
     groups = draw(groupings(workload))
-    if any({"gate_proj", "silu_mul"} <= {*group} for group in groups):
+    if any("gate_proj" in group and {"silu_mul", "gelu_mul"} & {*group} for group in groups):
         tiling = {**tiling, "gemv.gate_proj": {"N_tile": 48}, "gemv.up_proj": {"N_tile": 48}}
     blocks = draw(st.integers(1, 60))
     whole = any({"k_append", "attention"} <= {*group} for group in groups)
@@ -238,7 +249,7 @@ def test_every_row_of_every_projection_is_computed_once(case: Case) -> None:
             if op == "GEMV_TILE":
                 assert read[1] is not None
                 spans.setdefault(read[1], []).append((params["n_off"], params["N_tile"]))
-    assert len(spans) == 7 * case.spec.n_layers + 1
+    assert len(spans) == (6 + case.spec.gated) * case.spec.n_layers + 1
     for weight, tiles in spans.items():
         assert partitions(tiles, program.buffers[weight].shape[0])
 
@@ -258,10 +269,10 @@ def test_every_weight_byte_is_streamed_once(case: Case) -> None:
     program, spec = case.program, case.spec
     element = DTYPES[case.dtype].bits // 8
     streamed = sum(task.est_bytes for task in program.tasks if does(task, "GEMV_TILE"))
-    biases = spec.n_layers * (spec.q_width + 2 * spec.kv_width) * spec.qkv_bias
-    norms = spec.n_layers * 2 * (spec.hidden + spec.head_dim * spec.qk_norm) + spec.hidden
+    of_layer = sum(shape[0] for shape in layer_weight_shapes(spec).values() if len(shape) == 1)
+    of_model = sum(shape[0] for shape in model_weight_shapes(spec).values() if len(shape) == 1)
     row = 0 if spec.tied_head else spec.hidden
-    assert streamed + element * (biases + norms + row) == weight_bytes_read(program)
+    assert streamed + element * (spec.n_layers * of_layer + of_model + row) == weight_bytes_read(program)
     matrices = [b for b in program.buffers if b.kind is BufferKind.WEIGHT and len(b.shape) == 2]
     table = program.buffers[program.tasks[0].inputs[1]]
     assert streamed == sum(b.nbytes for b in matrices) - (0 if spec.tied_head else table.nbytes)
