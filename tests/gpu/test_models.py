@@ -45,11 +45,18 @@ MISTRAL = replace(CATALOG["mistral-7b-v0.1"], name="mistral cut", n_layers=2, n_
                   intermediate=2048, vocab=3000, window=300)  # fmt: skip
 COMMAND = replace(CATALOG["command-r7b"], name="command-r7b cut", n_layers=2, vocab=3000, windowed=(True, False))
 STARCODER = replace(CATALOG["starcoder2-3b"], name="starcoder2-3b cut", n_layers=2, vocab=3000)
+PHI = replace(CATALOG["phi-3.5-mini"], name="phi-3.5-mini cut", n_layers=2)
+GLM = replace(CATALOG["glm-4-9b-0414"], name="glm-4-9b cut", n_layers=1, vocab=3000)
+GRANITE = replace(CATALOG["granite-3.3-2b"], name="granite-3.3-2b cut", n_layers=2, vocab=3000)
+OLMO = replace(CATALOG["olmo3-7b"], name="olmo3-7b cut", n_layers=2, vocab=3000, window=300, windowed=(True, False))
+GEMMA2 = replace(CATALOG["gemma2-2b"], name="gemma2-2b cut", n_layers=2, vocab=3000, window=300, windowed=(True, False))
+GEMMA3 = replace(CATALOG["gemma3-4b"], name="gemma3-4b cut", n_layers=2, vocab=3000, window=300, windowed=(True, False))
 WORKLOADS = [
     (SMALL, 128), (ODD, 300), (ONE_HEAD, 72), (LLAMA, 512), (LLAMA, 4096), (QWEN, 1000), (ODD, 4096), (SMALL, 1),
     (COMMAND, 512), (STARCODER, 512), (WINDOWS, 300), (MISTRAL, 700), (MISTRAL, 8192),
+    (PHI, 512), (GLM, 512), (GRANITE, 512), (OLMO, 700), (GEMMA2, 700), (GEMMA3, 700),
 ]  # fmt: skip
-N_CONFIGS = 48
+N_CONFIGS = 3 * len(WORKLOADS)
 MOST_DRAWS = 100
 SEED = 20240607
 
