@@ -45,12 +45,13 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
         raise UsageError(f"quantize: {output} already exists; name a new directory")
     from flywheel.decode.notes import notes_of_source
     from flywheel.ir.files import read_json
+    from flywheel.models.hf import text_part
     from flywheel.models.packing import the_format, write_checkpoint
     from flywheel.models.tokenizer_files import MODEL, OTHERS, beside_weights
 
     formats = parse_formats(weights, source.dtype)
     own = the_format(formats, source.spec.tied_head)
-    config = read_json(source.folder / "config.json")
+    config = text_part(read_json(source.folder / "config.json"), source.name)  # alone is what is written
     notes = notes_of_source(source, DTYPES[source.dtype], 0)
     announce_notes(notes)
     draft = output.with_name(f".{output.name}.{os.getpid()}.part")

@@ -100,7 +100,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     """The decoder that the parsed `config.json` describes. Raises UnsupportedModelError."""
     if not isinstance(config, Mapping):
         raise UnsupportedModelError(f"{name}: the config is a JSON {type(config).__name__}; supported: an object")
-    config = _text_part(config, name)
+    config = text_part(config, name)
     fields = Fields(name, "", config)
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in UNSUPPORTED:
@@ -153,8 +153,11 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     )
 
 
-def _text_part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """The config of the text model in a multimodal one of a known kind; any other config as it is."""
+def text_part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """The config of the text model in a multimodal one of a known kind; any other config as it is.
+
+    Raises UnsupportedModelError where it has none.
+    """
     kind, text = config.get("model_type"), config.get("text_config")
     rules = next((each for each in FAMILIES.values() if each.text_of is not None and each.text_of == kind), None)
     if rules is None:
@@ -162,10 +165,14 @@ def _text_part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
     if not isinstance(text, Mapping):
         raise UnsupportedModelError(f"{name}: text_config is not an object; supported: the config of a {rules.name}")
     shared = {field: config[field] for field in _SHARED if field in config}
-    return {"model_type": rules.name, **shared, **{field: text[field] for field in text if field != "architectures"}}
+    own = {"model_type": rules.name, "architectures": [rules.architecture]}
+    return {**own, **shared, **{field: text[field] for field in text if field != "architectures"}}
 
 
-_SHARED: Final = ("quantization_config", "torch_dtype", "dtype", "auto_map", "tie_word_embeddings")
+_SHARED: Final = (
+    "quantization_config", "torch_dtype", "dtype", "auto_map", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
 """Fields of a multimodal model's config that hold of its text model."""
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

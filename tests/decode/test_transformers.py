@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from effort import examples, pairs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flywheel.cli.main import cli
 from flywheel.decode.generate import generate
@@ -238,3 +240,23 @@ def test_what_flywheel_quantizes_decodes_as_transformers_decodes_what_it_means(
     theirs, eager, ours = logits_three_ways((model, *session_of(made, "f32", text)))
     torch.testing.assert_close(eager, theirs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_text_model_of_a_multimodal_checkpoint_is_quantized_to_one_that_transformers_knows(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    written("gemma3", plain, torch.float32)
+    text, path = json.loads((plain / "config.json").read_text()), plain / "model.safetensors"
+    around = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {}}
+    around |= {"eos_token_id": text.pop("eos_token_id", None) or [1, 106]}
+    (plain / "config.json").write_text(json.dumps({**around, "text_config": text}))
+    tensors = {key.replace("model.", "language_model.model.", 1): each for key, each in load_file(path).items()}
+    save_file(tensors | {"vision_tower.x": torch.ones(1)}, path)
+    result = CliRunner().invoke(cli, ["quantize", "--model", str(plain), "--weights", "fp8", "--output", str(made)])
+    assert result.exit_code == 0, result.output
+    config = AutoConfig.from_pretrained(made)
+    assert (config.model_type, config.architectures) == ("gemma3_text", ["Gemma3ForCausalLM"])
+    assert config.eos_token_id == [1, 106]
+    assert {key.partition(".")[0] for key in load_file(made / "model.safetensors")} == {"model", "lm_head"}
+    assert open_source(str(made)).spec == dataclasses.replace(open_source(str(plain)).spec, name="made")
