@@ -16,7 +16,7 @@
 #   fuzz[:MINUTES[:SEED]]     4 minutes of all cores, from case 400000 on
 # checks, as many at once as there are cores, each on one:
 #   cache_memory lookup_acceptance mpk_steps ranks_predicted shipped_predicted long_context aa_noise aa_noise_gpu
-#   calibration three_way quantised_checkpoints t4_roundtrip knob_gains
+#   calibration three_way quantised_checkpoints t4_roundtrip knob_gains config_mutations
 #   operation_laws[:MUTANTS[:LAUNCHED]]  10,000 for the reference VM, 200 for each of the emulator's 5 variants
 #   proof_by_layers[:MUTANTS]            10,000
 #   proof_by_runs[:MUTANTS]              10,000
@@ -47,7 +47,7 @@ times=(search_rate serve_host ask_threads load_speed lowering_speed pack_speed m
   fuzz)
 checks=(long_context operation_laws proof_by_layers proof_by_runs aa_noise aa_noise_gpu three_way calibration
   ranks_predicted shipped_predicted quantised_checkpoints t4_roundtrip cache_memory lookup_acceptance mpk_steps
-  knob_gains)
+  knob_gains config_mutations)
 long=(tampering predicted_regret replay_measured mpk_orders emulated)
 
 # The line that asked for an output, and where it was made.
@@ -188,6 +188,7 @@ checked() {
   case "$1" in
     aa_noise_gpu) script aa_noise.py --noise results/gpu/results.tsv ;;
     calibration) calibration ;;
+    config_mutations) script config_mutations.py --count "${size:-5000}" ;;
     knob_gains) script gains.py --knobs ;;
     operation_laws)
       script operation_laws.py "${size:-10000}" && echo && script operation_laws.py --emulated "${more:-200}" ;;

@@ -33,7 +33,7 @@ LENGTH: Final = 40
 """Tokens of the compared text."""
 
 _SMALL: Final = (0, 1, 2, 3, 4, 6, 8, 16, -1, True, False, None, 0.5, 2.0, 1e-3, "", "x", [], {})
-_FLOATS: Final = (0.0, 1.0, 0.5, 2.0, 1e-6, 50.0, -1.0, 1e4)
+_FLOATS: Final = (0.0, 1.0, 0.5, 1.5, 2.0, 1e-6, 50.0, -1.0, 1e4)
 _WORDS: Final = (
     "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "default", "linear", "dynamic", "yarn",
     "longrope", "llama3", "sliding_attention", "full_attention",
@@ -113,7 +113,11 @@ def _another(draws: random.Random, key: str, value: Any, base: Mapping[str, Any]
     if draws.random() < 0.06:
         return ...
     if key in ("rope_parameters", "rope_scaling") and draws.random() < 0.8:
-        return {"rope_theta": 1e4, **draws.choice(ROPES)}
+        kinds = [name for name, each in (value or {}).items() if isinstance(each, dict)]
+        drawn = {"rope_theta": 1e4, **draws.choice(ROPES)}
+        return {**value, draws.choice(kinds): drawn} if kinds and draws.random() < 0.8 else drawn
+    if value is None and draws.random() < 0.5:
+        return draws.choice(_FLOATS)
     if isinstance(value, dict) and value:
         inner = deepcopy(value)
         name = draws.choice(list(inner))

@@ -118,13 +118,14 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
     rope, rotary_dim = read_rope(_rope_of(fields, rules, _FULL), rules, head_dim, max_position)
     window, windowed = _windows(fields, rules)
+    further = rules.read(fields)
     local = None
     if window is not None and rules.windows is None:
         max_position = min(window, max_position)
     if window is not None and rules.local_rope is not None:
         own = replace(rules, rope_theta=rules.local_rope[1])
         local, _ = read_rope(_rope_of(fields, rules, _SLIDING), own, head_dim, max_position)
-    elif window is not None and window >= max_position:
+    elif window is not None and window >= max_position and not further.get("nope_full"):
         window, windowed = None, ()
     attention_bias, mlp_bias = (_has_bias(fields, rules, field) for field in ("attention_bias", "mlp_bias"))
     usual: dict[str, Any] = {
@@ -149,7 +150,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         rope_scaling=rope.scaling,
         rotary_dim=rotary_dim,
         local_rope=local if local != rope else None,
-        **(usual | rules.read(fields)),
+        **(usual | further),
     )
 
 
@@ -227,15 +228,22 @@ def _windows(fields: Fields, rules: Family) -> tuple[int | None, tuple[bool, ...
     if rules.window_needs_flag and not fields.flag("use_sliding_window", absent=False):
         window = None
     n_layers, kinds = fields.positive_int("num_hidden_layers", MAX_LAYERS), fields.values.get("layer_types")
-    known = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    slides = window is not None or rules.windows is not None
+    known = (_FULL, _SLIDING) if slides else (_FULL,)
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in known for kind in kinds)):
         raise fields.refusal("layer_types", " or ".join(map(shown, known)))
     if kinds is not None and len(kinds) != n_layers:
         raise fields.refusal("layer_types", f"one for each of {n_layers} layers")
     if window is None:
+        if kinds is not None and _SLIDING in kinds:
+            off = rules.window_needs_flag and fields.values.get("sliding_window", 1) is not None
+            field, wanted = ("use_sliding_window", "true") if off else ("sliding_window", "an integer from 2")
+            raise fields.refusal(field, f"{wanted}, where layer_types has {shown(_SLIDING)}")
         return None, ()
+    if window == 1:  # transformers' mask has one row then, and its cache two
+        raise fields.refusal("sliding_window", f"an integer from 2 to {MAX_CONTEXT}")
     if kinds is not None:
-        marks = [kind == "sliding_attention" for kind in kinds]
+        marks = [kind == _SLIDING for kind in kinds]
     else:
         marks = list((rules.windows or in_all_layers)(fields, n_layers))
     return (window if any(marks) else None), (() if all(marks) or not any(marks) else tuple(marks))

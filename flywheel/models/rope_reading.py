@@ -76,6 +76,8 @@ def _scaling(section: Fields, fields: Fields, rules: Family, max_position: int) 
         if field not in own | _FIELDS and value is not None:
             fact = f"{section.prefix}{key_shown(field)} is {shown(value)}"
             raise UnsupportedModelError(f"{section.source}: {fact}; supported: absent with rope_type {kinds[0]}")
+    if rules.local_rope is not None:  # transformers reads it from beside the sections of kinds of layers, where none is
+        section.check_neutral({"truncate": (True,)})
     original = max_position
     if _ORIGINAL in own:
         # A field beside the section goes before one in it. Some families always have one.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mutated_configs import base_of
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.catalog import CATALOG
@@ -482,3 +483,36 @@ def test_a_multimodal_config_is_read_by_its_text_part() -> None:
     assert spec_from_config(config, "gemma3-4b") == CATALOG["gemma3-4b"]
     with pytest.raises(UnsupportedModelError, match=r"^x: text_config is not an object; supported: "):
         spec_from_config({**config, "text_config": None}, "x")
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("gemma2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window is null"),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 8, "layer_types": ["sliding_attention"] * 3},
+         "use_sliding_window is false"),
+        ("mistral", {"sliding_window": 1}, "sliding_window is 1; supported: an integer from 2"),
+        ("olmo3", {"rope_parameters": {"full_attention": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "truncate": False,
+            "original_max_position_embeddings": 16}, "sliding_attention": {"rope_theta": 1e4}}}, "truncate is false"),
+    ],
+)  # fmt: skip
+def test_what_transformers_reads_otherwise_is_refused_by_its_own_key(
+    family: str, fields: Config, message: str
+) -> None:
+    assert message in refused(base_of(family) | fields)
+
+
+def test_gemma_3_has_no_cap_of_scores_whatever_its_config_says(tmp_path: Path) -> None:
+    config = base_of("gemma3_text") | {"attn_logit_softcapping": 2.0}
+    assert spec_from_config(config, "x").attention_cap is None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert foreign_fields(tmp_path) == ("attn_logit_softcapping 2.0",)
+
+
+def test_layers_without_a_window_have_no_rope_however_wide_the_window_of_others_is() -> None:
+    spec = spec_from_config(base_of("cohere2") | {"sliding_window": 4096, "max_position_embeddings": 64}, "x")
+    assert [spec.rope_of(layer) is None for layer in range(spec.n_layers)] == [False] * 3
+    kinds = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    wide = spec_from_config(base_of("cohere2") | kinds | {"sliding_window": 4096, "max_position_embeddings": 64}, "x")
+    assert [wide.rope_of(layer) is None for layer in range(3)] == [False, True, True]

@@ -9,30 +9,33 @@ from typing import Any, Final
 from flywheel.models.config_reading import Fields
 from flywheel.models.family import Family
 
-READS: Final = (
-    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
-)  # fmt: skip
+READS: Final = ("query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention")
 """Fields of Gemma that no other family has."""
 
+_CAP: Final = "attn_logit_softcapping"
 
-def read_gemma(fields: Fields, attention_cap: float | None, logits_cap: float | None) -> dict[str, Any]:
-    """What all Gemmas have in common. The caps are the defaults of their fields."""
+
+def read_gemma(fields: Fields, logits_cap: float | None) -> dict[str, Any]:
+    """What all Gemmas have in common. `logits_cap` is the default of its field."""
     fields.check_neutral({"use_bidirectional_attention": (False,)})
-    caps = {"attn_logit_softcapping": attention_cap, "final_logit_softcapping": logits_cap}
-    given = {
-        name: fields.positive_float(name) if fields.values.get(name) is not None else None if name in fields.values
-        else usual
-        for name, usual in caps.items()
-    }  # fmt: skip
     return {
         "norms": "around",
         "norm_offset": 1.0,
         "embed_scale": sqrt(fields.positive_int("hidden_size")),
         "embed_scale_rounds": True,
         "attention_scale": fields.positive_float("query_pre_attn_scalar", absent=256.0) ** -0.5,
-        "attention_cap": given["attn_logit_softcapping"],
-        "logits_cap": given["final_logit_softcapping"],
+        "logits_cap": _cap(fields, "final_logit_softcapping", logits_cap),
     }
+
+
+def _cap(fields: Fields, name: str, absent: float | None) -> float | None:
+    if name not in fields.values:
+        return absent
+    return None if fields.values[name] is None else fields.positive_float(name)
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    return {**read_gemma(fields, 30.0), "attention_cap": _cap(fields, _CAP, 50.0)}
 
 
 def _windows(_: Fields, n_layers: int) -> list[bool]:
@@ -43,7 +46,7 @@ FAMILY: Final = Family(
     "gemma2", "Gemma2ForCausalLM", n_kv_heads=4, head_dim=256, tied_head=True, sliding_window=4096, windows=_windows,
     activation="gelu_tanh", activation_field="hidden_activation", biases=("attention_bias",),
     tokenizer="GemmaTokenizer",
-    read=lambda fields: read_gemma(fields, 50.0, 30.0), reads=READS,
+    read=_read, reads=(*READS, _CAP),
     defaults={
         "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "max_position_embeddings": 8192,

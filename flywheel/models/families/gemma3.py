@@ -24,7 +24,7 @@ FAMILY: Final = Family(
     "gemma3_text", "Gemma3ForCausalLM", n_kv_heads=4, head_dim=256, rope_theta=1e6,
     local_rope=("rope_local_base_freq", 1e4), tied_head=True, sliding_window=4096, windows=_windows,
     activation="gelu_tanh", activation_field="hidden_activation", qk_norm=True, biases=("attention_bias",),
-    read=lambda fields: read_gemma(fields, None, None), reads=(*READS, _PATTERN), text_of="gemma3",
+    read=lambda fields: read_gemma(fields, None), reads=(*READS, _PATTERN), text_of="gemma3",
     tokenizer="GemmaTokenizer",
     defaults={
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
