@@ -50,7 +50,7 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
     from flywheel.models.tokenizer_files import MODEL, OTHERS, beside_weights
 
     formats = parse_formats(weights, source.dtype)
-    own = the_format(formats, source.spec.tied_head)
+    own = the_format(formats, source.spec)
     config = text_part(read_json(source.folder / "config.json"), source.name)  # alone is what is written
     notes = notes_of_source(source, DTYPES[source.dtype], 0)
     announce_notes(notes)

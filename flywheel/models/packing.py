@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -20,22 +20,29 @@ from flywheel.models.formats import BLOCK, HEAD, LAYER_MATRICES, WeightFormat, W
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import is_part, matrix_keys, pack, quantised
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.stored import Parts, join_parts, stored, stored_tensors
+from flywheel.models.stored import Parts, check_words, join_parts, stored, stored_tensors
 from flywheel.models.weights import require_finite
 
+_METHOD: Final = "compressed-tensors"
 
-def the_format(formats: WeightFormats, tied_head: bool) -> WeightFormat:
-    """The format of all layers' matrices, which the head may share. Raises UsageError for formats that one group of the
-    configuration cannot express."""
+
+def the_format(formats: WeightFormats, spec: DecoderSpec) -> WeightFormat:
+    """The format of all layers' matrices, which the head may share.
+
+    Raises UsageError for formats that one group of the configuration cannot express, and where a matrix is stored with
+    others but has a scale of its own; ConfigError where groups do not divide a matrix's K; WeightsError for a matrix
+    whose blocks or words cannot be stored. Matrices are named as they are stored.
+    """
     own, head = formats.usual, formats.of(HEAD)
     if own is None or any(formats.of(role) != own for role in LAYER_MATRICES) or head not in (None, own):
         raise UsageError("quantize: all matrices of the layers need one format; lm_head takes the same, or none")
-    if head is not None and tied_head:
+    if head is not None and spec.tied_head:
         raise UsageError("quantize: lm_head is tied to the embedding, and a checkpoint has one tensor for both")
     if own.zeros and own.rows != 1:
         raise UsageError(f"quantize: {own.name}: zero points of a whole tensor or of blocks are not packed")
     if own.codes is DType.I4 and own.rows == BLOCK:
         raise UsageError(f"quantize: {own.name}: numbers of 4 bits by blocks are not packed; int4, int4-row or int4-gN")
+    _check_stored(spec, formats, own)
     return own
 
 
@@ -46,11 +53,9 @@ def write_checkpoint(
     """Write `config.json` and `model.safetensors` into an existing folder, of canonical weights, stored as checkpoints
     of the family are.
 
-    Raises UsageError as `the_format` and for matrices that are stored as one but have a scale each, WeightsError as
-    `quantised` and for weights that are not finite, and OSError.
+    Raises as `the_format`, WeightsError as `quantised` and for weights that are not finite, and OSError.
     """
-    own = the_format(formats, spec.tied_head)
-    _check_joined(spec, own)
+    own = the_format(formats, spec)
     finite = {key: require_finite(key, tensor, tensor) for key, tensor in given.items()}
     weights = quantised(spec, finite, formats, dtype, best=best)
     plain = stored(spec, {key: tensor for key, tensor in weights.items() if not is_part(key)})
@@ -64,14 +69,19 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_joined(spec: DecoderSpec, own: WeightFormat) -> None:
-    """Raises UsageError where a format has one scale for what a checkpoint of the family stores of several matrices."""
+def _check_stored(spec: DecoderSpec, formats: WeightFormats, own: WeightFormat) -> None:
     shapes, pieces = stored_tensors(spec)
-    for piece in pieces.values():
-        if own.rows is None and piece.rows != shapes[piece.key][0]:
+    for role, canonical in matrix_keys(spec):
+        if formats.of(role) is None:
+            continue
+        piece = pieces[canonical]
+        shape = shapes[piece.key]
+        own.check(f"tensor {piece.key!r}", shape)
+        if own.rows is None and piece.rows != shape[0]:
             raise UsageError(f"quantize: {own.name}: {piece.key} is of several matrices, which have a scale each")
-        if len(shapes[piece.key]) > 1:
-            piece.check(shapes[piece.key][0], own)
+        piece.check(shape[0], own)
+        if _packed(own):
+            check_words(piece.key, shape, _METHOD)
 
 
 def _joined(spec: DecoderSpec, weights: Mapping[str, Tensor], own: WeightFormat) -> dict[str, Parts]:
@@ -98,7 +108,7 @@ def describe(own: WeightFormat, ignored: list[str]) -> dict[str, Any]:
                "dynamic": False, **shared}  # fmt: skip
     form = "pack-quantized" if _packed(own) else "float-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+    return {"quant_method": _METHOD, "format": form, "quantization_status": "compressed",
             "config_groups": {"group_0": group}, "ignore": ignored, "kv_cache_scheme": None}  # fmt: skip
 
 

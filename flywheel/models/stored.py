@@ -83,6 +83,12 @@ class StoredRows:
             )
 
 
+def check_words(key: str, shape: Shape, method: str) -> None:
+    """Raises WeightsError for a matrix [N, K] that the words of a scheme's method cannot hold."""
+    if shape[0] % 8 or shape[1] % 8:
+        raise WeightsError(f"tensor {key!r}: {list(shape)} is not of multiples of 8, as words of {method} are")
+
+
 def join_parts(parts: Sequence[Parts]) -> Parts:
     """One matrix of several, row after row."""
     codes, scales, zeros = zip(*parts, strict=True)

@@ -22,7 +22,7 @@ from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import matrix_keys, pack
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import LAYER_WEIGHT_KEYS, DecoderSpec, Shape, layer_weight_key
-from flywheel.models.stored import Parts, stored_tensors
+from flywheel.models.stored import Parts, check_words, stored_tensors
 from flywheel.tensors import first_not_finite
 
 _FLOATS: Final = ("F32", "F16", "BF16")
@@ -106,8 +106,8 @@ def _check_groups(key: str, shape: Shape, scheme: Scheme) -> None:
     group = scheme.format.group_of(shape)
     if shape[1] % group:
         raise WeightsError(f"tensor {key!r}: groups of {group} do not divide its K={shape[1]}")
-    if scheme.layout not in ("plain", "inverse") and (shape[0] % 8 or shape[1] % 8):
-        raise WeightsError(f"tensor {key!r}: {list(shape)} is not of multiples of 8, as words of {scheme.method} are")
+    if scheme.layout not in ("plain", "inverse"):
+        check_words(key, shape, scheme.method)
 
 
 def _stored(shape: Shape, scheme: Scheme, base: str, names: frozenset[str]) -> Stored:

@@ -85,6 +85,20 @@ def test_what_cannot_be_written_leaves_nothing(text: str, message: str, checkpoi
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plain"]
 
 
+@pytest.mark.parametrize("text", ["int8", "int4-row"])
+def test_a_matrix_that_is_no_whole_words_is_refused_before_anything_is_made(text: str, tmp_path: Path) -> None:
+    odd = tmp_path / "plain"
+    odd.mkdir()
+    (odd / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 68}))
+    save_file(random_weights(load_spec(odd), 5), odd / "model.safetensors")
+    made = CliRunner().invoke(
+        cli, ["quantize", "--model", str(odd), "--weights", text, "-o", str(tmp_path / "new" / "q")]
+    )
+    assert made.exit_code == 2
+    assert "q_proj.weight': [128, 68] is not of multiples of 8, as words of compressed-tensors are" in made.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plain"]
+
+
 def test_a_quantised_checkpoint_and_a_directory_that_is_there_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     run = CliRunner()
     arguments = ["quantize", "--model", str(checkpoint), "--weights", "int8", "--output", str(tmp_path / "q")]

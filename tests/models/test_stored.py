@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from flywheel.decode.bundling import make_bundle
 from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.source import open_source
-from flywheel.errors import UsageError, WeightsError
+from flywheel.errors import ConfigError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import default_positions, make_oracle, verify
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.formats import parse_formats
 from flywheel.models.hf import spec_from_config
-from flywheel.models.packing import write_checkpoint
+from flywheel.models.packing import the_format, write_checkpoint
 from flywheel.models.quantise import matrix_of, quantised
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.stored import canonical, is_canonical, stored, stored_tensors
@@ -134,6 +134,12 @@ def test_one_scale_of_several_matrices_is_not_written(tmp_path: Path) -> None:
             tmp_path, config, spec, random_weights(spec, 1), parse_formats("fp8-tensor", "bf16"), DType.BF16
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_matrix_that_groups_do_not_divide_is_named_as_it_is_stored() -> None:
+    spec = spec_from_config(config_of("phi3"), "phi3")
+    with pytest.raises(ConfigError, match=r"tensor 'model\.layers\.0\.self_attn\.qkv_proj\.weight': groups of 48 "):
+        the_format(parse_formats("int4-g48", "bf16"), spec)
 
 
 def test_blocks_across_matrices_or_parts_of_heads_are_refused(tmp_path: Path) -> None:
