@@ -233,8 +233,8 @@ def resolve_model(given: str) -> DecoderSpec:
     """The decoder of that name, or the one described by an existing `config.json`, its directory, or a repository in
     the Hub's cache.
 
-    Raises UnknownNameError, with the closest names, if it is none of them, BundleError for a bundle, which has a
-    config.json but no weights, and UnsupportedModelError as `load_spec`.
+    Raises UnknownNameError, with close names if there are any, if it is none of them, BundleError for a bundle, which
+    has a config.json but no weights, and UnsupportedModelError as `load_spec`.
     """
     name = model_name(given)
     if name in CATALOG:
@@ -245,7 +245,7 @@ def resolve_model(given: str) -> DecoderSpec:
             raise BundleError(f"{given}: is a bundle, not a checkpoint; Decoder.load and flywheel serve run it")
         return load_spec(path)
     close = _close_folders(given) or get_close_matches(given.lower().rpartition("/")[2], CATALOG, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(CATALOG))}"
+    hint = f"did you mean {' or '.join(close)}?" if close else "flywheel models lists all"
     what = "no model, no path and no repository in the Hub's cache" if is_repo(given) else "no model and no path"
     raise UnknownNameError(f"{what} is called {given!r}; {hint}")
 
