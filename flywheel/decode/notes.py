@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from flywheel.ir import DType
 from flywheel.models.catalog import unread_weights
 from flywheel.models.generation import recommended
-from flywheel.models.hf import foreign_fields
+from flywheel.models.hf import unread_fields
 from flywheel.models.schemes import Scheme
 
 if TYPE_CHECKING:  # the first imports torch
@@ -51,11 +51,14 @@ def notes_of_model(
     if scheme is not None and scheme.activations:
         asked = f"{name}: the checkpoint asks for 8 bit activations"
         notes.append(Note("activations", f"{asked}; here they are {dtype.name.lower()}"))
-    ignored = () if path is None else foreign_fields(path)
-    if ignored:
-        words = ", ".join(ignored)
-        notes.append(Note("ignored-fields", f"{name}: config.json has {words}; as in transformers, that has no effect"))
-    return tuple(notes)
+    return (*notes, *(() if path is None else _notes_of_fields(name, path)))
+
+
+def _notes_of_fields(name: str, path: Path) -> list[Note]:
+    foreign, unknown = (", ".join(fields) for fields in unread_fields(path))
+    texts = [f"{foreign}; as in transformers, that has no effect"] if foreign else []
+    texts += [f"{unknown}, which this version does not know; that has no effect"] if unknown else []
+    return [Note("ignored-fields", f"{name}: config.json has {text}") for text in texts]
 
 
 def notes_of_tokenizer(tokenizer: Tokenizer | None) -> tuple[Note, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.config_fields import Neutral
@@ -20,10 +20,16 @@ class Fields:
     source: str
     prefix: str
     values: Mapping[str, object]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Fields that have another name in the file, with that name."""
+
+    def shown(self, field: str) -> str:
+        """The field as messages name it."""
+        return f"{self.prefix}{self.renamed.get(field, field)}"
 
     def refusal(self, field: str, supported: str) -> UnsupportedModelError:
         fact = f"is {shown(self.values[field])}" if field in self.values else "is missing"
-        return UnsupportedModelError(f"{self.source}: {self.prefix}{field} {fact}; supported: {supported}")
+        return UnsupportedModelError(f"{self.source}: {self.shown(field)} {fact}; supported: {supported}")
 
     def choice(self, field: str, allowed: Collection[str]) -> str:
         value = self.values.get(field)
@@ -61,9 +67,9 @@ class Fields:
         return value is None or any(same(value, option) for option in neutral)
 
     def check_neutral(self, neutral: Neutral) -> None:
-        for field, allowed in neutral.items():
-            if not self.asks_nothing(field, allowed):
-                raise self.refusal(field, " or ".join([*map(shown, allowed), "absent"]))
+        for name, allowed in neutral.items():
+            if not self.asks_nothing(name, allowed):
+                raise self.refusal(name, " or ".join([*map(shown, allowed), "absent"]))
 
 
 def same(value: object, option: object) -> bool:

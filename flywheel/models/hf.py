@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.ir.files import parse_json
@@ -55,18 +55,28 @@ def load_scheme(path: Path) -> Scheme | None:
     return read_scheme(config, name) if isinstance(config, Mapping) else None
 
 
-def foreign_fields(path: Path) -> tuple[str, ...]:
-    """Fields of a `config.json`, or of its directory, that ask for other arithmetic than the family's, or of which
-    nothing is known, each with its value. transformers does not read them for this family, and neither does flywheel.
-    Raises as `load_spec`."""
+class UnreadFields(NamedTuple):
+    """Fields of a config that flywheel does not read, each with its value."""
+
+    foreign: tuple[str, ...] = ()
+    """Fields of other models that ask for other arithmetic than the family's. transformers does not read them for this
+    family."""
+    unknown: tuple[str, ...] = ()
+    """Fields of which nothing is known."""
+
+
+def unread_fields(path: Path) -> UnreadFields:
+    """The fields of a `config.json`, or of its directory, that may ask for what flywheel does not do. Raises as
+    `load_spec`."""
     config, name = _read(path)
     if not isinstance(config, Mapping) or (rules := FAMILIES.get(str(config.get("model_type")))) is None:
-        return ()
+        return UnreadFields()
     fields = Fields(name, "", config)
     keys = keys_of(rules)
-    asking = [field for field, neutral in keys.foreign.items() if not fields.asks_nothing(field, neutral)]
-    asking += [field for field in keys.unknown(config) if config[field] is not None]
-    return tuple(f"{key_shown(field)} {shown(config[field])}" for field in asking)
+    foreign = [field for field, neutral in keys.foreign.items() if not fields.asks_nothing(field, neutral)]
+    unknown = [field for field in keys.unknown(config) if config[field] is not None]
+    asking = ([f"{key_shown(field)} {shown(config[field])}" for field in each] for each in (foreign, unknown))
+    return UnreadFields(*map(tuple, asking))
 
 
 def _read(path: Path) -> tuple[object, str]:
@@ -184,6 +194,7 @@ def _rope_of(fields: Fields, rules: Family, kind: str) -> Fields:
     if rules.local_rope is None:
         return fields
     values, found = dict(fields.values), fields.values.get("rope_parameters")
+    renamed = {"rope_parameters": f"rope_parameters.{kind}"}
     if found is not None:
         if not isinstance(found, Mapping) or not found.keys() <= {_FULL, _SLIDING}:
             raise fields.refusal("rope_parameters", f"an object with {_FULL} and {_SLIDING}")
@@ -194,7 +205,8 @@ def _rope_of(fields: Fields, rules: Family, kind: str) -> Fields:
             values.pop(field, None)
         if named is not None and named in values:
             values["rope_theta"] = values[named]
-    return Fields(fields.source, fields.prefix, values)
+            renamed["rope_theta"] = named
+    return Fields(fields.source, fields.prefix, values, renamed)
 
 
 def _has_bias(fields: Fields, rules: Family, field: str) -> bool:

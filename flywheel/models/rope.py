@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from struct import pack, unpack
+from types import MappingProxyType
 from typing import Any, Final, Literal, assert_never
 
 from flywheel.errors import UnsupportedModelError
@@ -95,13 +96,16 @@ def scaling_from_dict(given: Mapping[str, Any]) -> Scaling:
     return made
 
 
-def check_scaling(name: str, scaling: Scaling, turned: int) -> None:
+def check_scaling(
+    name: str, scaling: Scaling, turned: int, section: str = "rope_scaling.",
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Raises UnsupportedModelError, naming the field and its bound, for a scaling that no decoder that turns `turned`
-    elements of each head can have."""
+    elements of each head can have. `keys` has the names of fields in the `section` of a file, where they are others."""
     for field in fields(scaling):
         fault = _fault(field.name, getattr(scaling, field.name), turned)
         if fault is not None:
-            raise UnsupportedModelError(f"{name}: rope_scaling.{field.name}{fault}")
+            raise UnsupportedModelError(f"{name}: {section}{keys.get(field.name, field.name)}{fault}")
     if isinstance(scaling, RopeScaling) and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UnsupportedModelError(
             f"{name}: rope_scaling.low_freq_factor={scaling.low_freq_factor!r} is not between 0 and "

@@ -14,10 +14,14 @@ from flywheel.errors import UnsupportedModelError
 from flywheel.models.config_fields import ONE
 from flywheel.models.config_reading import Fields, key_shown, shown
 from flywheel.models.family import Family
-from flywheel.models.rope import MAX_CONTEXT, LinearRope, LongRope, Rope, RopeScaling, Scaling, YarnRope
+from flywheel.models.rope import MAX_CONTEXT, LinearRope, LongRope, Rope, RopeScaling, Scaling, YarnRope, check_scaling
 
 _PARTIAL: Final = "partial_rotary_factor"
 _ORIGINAL: Final = "original_max_position_embeddings"
+_KEYS: Final = MappingProxyType(
+    {"short": "short_factor", "long": "long_factor", "original_max_position": _ORIGINAL}
+)
+"""Fields of a scaling that have another name in a file, with that name."""
 _FIELDS: Final = frozenset({"rope_type", "type", "rope_theta", _PARTIAL})
 
 
@@ -28,14 +32,15 @@ def read_rope(fields: Fields, rules: Family, head_dim: int, max_position: int) -
     has several of them, they must agree. Raises UnsupportedModelError.
     """
     thetas = [fields.positive_float("rope_theta")] if "rope_theta" in fields.values else []
-    found, parts = [], []
+    found, parts, sections = [], [], []
     for field in ("rope_parameters", "rope_scaling"):
         value = fields.values.get(field)
         if value is None or value == {}:
             continue
         if not isinstance(value, Mapping):
             raise fields.refusal(field, "an object or null")
-        section = Fields(fields.source, f"{field}.", value)
+        section = Fields(fields.source, f"{fields.shown(field)}.", value)
+        sections.append(section)
         found.append(_scaling(section, fields, rules, max_position))
         parts.append(_part(section, rules))
         if "rope_theta" in value:
@@ -43,11 +48,15 @@ def read_rope(fields: Fields, rules: Family, head_dim: int, max_position: int) -
     if any(scaling != found[0] for scaling in found) or any(part != parts[0] for part in parts):
         raise fields.refusal("rope_scaling", "what rope_parameters says")
     if any(theta != thetas[0] for theta in thetas):
-        raise fields.refusal("rope_theta", "one value in rope_theta, rope_parameters and rope_scaling")
+        theta, parameters = fields.shown("rope_theta"), fields.shown("rope_parameters")
+        raise fields.refusal("rope_theta", f"one value in {theta}, {parameters} and rope_scaling")
     own = _part(fields, rules)
     part = next((each for each in (*parts[:1], own) if each is not None), rules.partial_rotary or 1.0)
     rope = Rope(thetas[0] if thetas else rules.rope_theta, found[0] if found else None)
-    return rope, _turned(fields, head_dim, part)
+    turned = _turned(fields, head_dim, part)
+    if rope.scaling is not None:
+        check_scaling(fields.source, rope.scaling, turned or head_dim, sections[0].prefix, _KEYS)
+    return rope, turned
 
 
 def _part(fields: Fields, rules: Family) -> float | None:

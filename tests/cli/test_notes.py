@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from tokenizer_directories import FAMILIES, Directory
 
 import flywheel
+from flywheel.decode.notes import notes_of_model
 from flywheel.decode.source import open_source
 from flywheel.errors import WeightsError
+from flywheel.ir import DType
 from flywheel.models.hf import load_spec
 from flywheel.models.weights import random_weights
 from flywheel.serve.engine import Engine
@@ -76,6 +78,14 @@ def test_commands_announce_it_once_and_their_documents_have_it(
         assert result.exit_code == 0, result.output
         assert result.stderr.count(words) == 1
         assert code in codes_of(json.loads(result.stdout))
+
+
+def test_fields_of_other_models_and_unknown_ones_are_told_apart(tmp_path: Path) -> None:
+    notes = notes_of_model("m", plain(tmp_path, logits_scaling=8.0, foo_scale=2.0), None, DType.F32, None)
+    assert [each.text for each in notes] == [
+        "m: config.json has logits_scaling 8.0; as in transformers, that has no effect",
+        "m: config.json has foo_scale 2.0, which this version does not know; that has no effect",
+    ]
 
 
 def test_an_evaluation_announces_the_notes_of_its_model_and_schedule_once(tmp_path: Path, run: Run) -> None:

@@ -13,7 +13,7 @@ from mutated_configs import Ending, base_of, compare, mutations
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.config_keys import keys_of
 from flywheel.models.families import FAMILIES
-from flywheel.models.hf import foreign_fields, spec_from_config
+from flywheel.models.hf import spec_from_config, unread_fields
 from flywheel.models.unsupported import UNSUPPORTED
 
 
@@ -75,4 +75,4 @@ def test_a_kind_of_model_that_does_not_run_is_refused_with_its_reason() -> None:
 
 def test_a_key_of_which_nothing_is_known_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(base_of("llama") | {"new_kind_of_norm": "deep", "_own": 1}))
-    assert foreign_fields(tmp_path) == ('new_kind_of_norm "deep"',)
+    assert unread_fields(tmp_path) == ((), ('new_kind_of_norm "deep"',))

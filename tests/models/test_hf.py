@@ -14,7 +14,7 @@ from mutated_configs import base_of
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.catalog import CATALOG
 from flywheel.models.families import FAMILIES, count_params
-from flywheel.models.hf import foreign_fields, load_spec, spec_from_config
+from flywheel.models.hf import load_spec, spec_from_config, unread_fields
 from flywheel.models.rope import RopeScaling
 from flywheel.models.spec import DecoderSpec
 
@@ -302,6 +302,21 @@ def test_rope_per_layer_type_is_refused() -> None:
     assert "rope_parameters.full_attention is " in refused(LLAMA3_8B | {"rope_parameters": nested})
 
 
+@pytest.mark.parametrize("base", [None, 0, -1, "x"])
+def test_the_base_of_layers_with_a_window_is_refused_by_its_own_key(base: object) -> None:
+    config = {"model_type": "gemma3_text", "rope_local_base_freq": base}
+    assert f"stranger: rope_local_base_freq is {json.dumps(base)}; supported: a positive" in refused(config)
+
+
+def test_a_rope_of_a_kind_of_layers_is_refused_by_its_own_key() -> None:
+    parameters = {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": -1.0}}
+    config = {"model_type": "gemma3_text", "rope_parameters": parameters}
+    assert "stranger: rope_parameters.sliding_attention.rope_theta is -1.0" in refused(config)
+    contradicting = {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": 2.0}}
+    message = refused(config | {"rope_parameters": contradicting, "rope_local_base_freq": 1.0})
+    assert "rope_local_base_freq is 1.0; supported: one value in rope_local_base_freq, rope_parameters.sl" in message
+
+
 def test_rope_that_contradicts_itself_is_refused() -> None:
     twice = LLAMA32_1B | {"rope_parameters": {"rope_type": "default"}}
     assert "rope_scaling is " in refused(twice)
@@ -382,7 +397,7 @@ def test_fields_that_transformers_does_not_read_change_nothing_and_are_told(
 ) -> None:
     assert spec_from_config(base | fields, "x") == spec_from_config(base, "x")
     (tmp_path / "config.json").write_text(json.dumps(base | fields))
-    assert foreign_fields(tmp_path) == told
+    assert unread_fields(tmp_path) == (told, ())
 
 
 @pytest.mark.parametrize("config", [None, [], "llama", 3, True])
@@ -507,7 +522,7 @@ def test_gemma_3_has_no_cap_of_scores_whatever_its_config_says(tmp_path: Path) -
     config = base_of("gemma3_text") | {"attn_logit_softcapping": 2.0}
     assert spec_from_config(config, "x").attention_cap is None
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert foreign_fields(tmp_path) == ("attn_logit_softcapping 2.0",)
+    assert unread_fields(tmp_path) == (("attn_logit_softcapping 2.0",), ())
 
 
 def test_layers_without_a_window_have_no_rope_however_wide_the_window_of_others_is() -> None:
