@@ -29,6 +29,11 @@ SIZES: Final[Mapping[str, Any]] = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
+_OWN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4,
+                         "position_embedding_type": "rope", "shared_intermediate_size": 48},
+}  # fmt: skip
+"""Family -> what makes its config one of those that run."""
 LENGTH: Final = 40
 """Tokens of the compared text."""
 
@@ -87,7 +92,7 @@ def base_of(family: str) -> dict[str, Any]:
     """A tiny config of a family, with all keys that transformers writes."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(family, **SIZES)
+    config = AutoConfig.for_model(family, **SIZES, **_OWN.get(family, {}))
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [FAMILIES[family].architecture]}
 
 

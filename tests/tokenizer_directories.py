@@ -305,6 +305,7 @@ FAMILIES: Final[Mapping[str, Callable[[], Files]]] = {
     "bare": _bare, "gemma2": partial(_gemma, "gemma2"), "gemma3": partial(_gemma, "gemma3", images=True), "phi3": _phi3,
     "phi4": partial(_bytes, "phi3", "GPT2Tokenizer", _WORDS, strip=True),
     "granite": partial(_bytes, "granite", "GPT2Tokenizer", _DIGITS, settings={"add_prefix_space": False}),
+    "granite4": partial(_bytes, "granitemoehybrid", "GPT2Tokenizer", _WORDS, settings={"add_prefix_space": False}),
     "smollm3": partial(_bytes, "smollm3", "PreTrainedTokenizerFast", _WORDS, settings={"bos_token": None}),
     "olmo2": partial(_bytes, "olmo2", "GPT2Tokenizer", _WORDS), "glm": _glm,
     "tekken": partial(_bytes, "mistral", "LlamaTokenizerFast", _WORDS), "cohere2": _cohere2,

@@ -14,7 +14,7 @@ from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.writing import target_to_dict
 from flywheel.models.catalog import CATALOG
-from flywheel.models.config_keys import IRRELEVANT, keys_of
+from flywheel.models.config_keys import keys_of
 from flywheel.models.config_reading import shown
 from flywheel.models.decoder import DTYPES
 from flywheel.models.families import FAMILIES, count_params
@@ -80,7 +80,7 @@ def _family(rules: Family) -> dict[str, Any]:
             "used": sorted(keys.used),
             "refused_but": {key: list(values) for key, values in sorted(keys.refused.items())},
             "told_but": {key: list(values) for key, values in sorted(keys.foreign.items())},
-            "irrelevant": sorted(IRRELEVANT),
+            "irrelevant": sorted(keys.irrelevant),
         },
     }
 

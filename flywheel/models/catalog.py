@@ -3,9 +3,9 @@
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
 Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B,
 Qwen3-4B-Instruct-2507, Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct,
-OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B, Olmo-3-1025-7B, gemma-2-2b, gemma-2-9b, gemma-3-1b-pt, gemma-3-4b-pt,
-gemma-3-12b-pt, gemma-3-27b-pt, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024, starcoder2-3b, starcoder2-7b and
-starcoder2-15b.
+granite-4.0-micro, OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B, Olmo-3-1025-7B, gemma-2-2b, gemma-2-9b,
+gemma-3-1b-pt, gemma-3-4b-pt, gemma-3-12b-pt, gemma-3-27b-pt, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024,
+starcoder2-3b, starcoder2-7b and starcoder2-15b.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ _SPECS: Final = (
                 embed_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=1 / 8),
     DecoderSpec("granite-3.3-8b", "granite", 4096, 12800, 40, 32, 8, 128, 49159, 1e7, 1e-5, 131072, tied_head=True,
                 embed_scale=12.0, residual_scale=0.22, attention_scale=0.0078125, logits_scale=1 / 16),
+    DecoderSpec("granite-4.0-micro", "granitemoehybrid", 2560, 8192, 40, 40, 8, 64, 100352, 1e7, 1e-5, 131072,
+                tied_head=True, embed_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=1 / 10),
     DecoderSpec("olmo2-1b", "olmo2", 2048, 8192, 16, 16, 16, 128, 100352, 5e5, 1e-6, 4096, norms="behind",
                 qk_norm=True, wide_qk_norm=True),
     DecoderSpec("olmo2-7b", "olmo2", 4096, 11008, 32, 32, 32, 128, 100352, 5e5, 1e-6, 4096, norms="behind",

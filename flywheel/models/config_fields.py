@@ -69,7 +69,8 @@ FOREIGN: Final[Neutral] = MappingProxyType(
         "moe_num_experts": NONE,
         "moe_intermediate_size": NONE,
         "shared_expert_intermediate_size": NONE,
-        # scales
+        # norms and scales
+        "normalization_function": ("rmsnorm",),
         "logit_scale": ONE,
         "logits_scaling": ONE,
         "residual_multiplier": ONE,

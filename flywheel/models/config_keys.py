@@ -11,16 +11,16 @@ from flywheel.models.config_fields import FOREIGN, NEUTRAL, OFF, Neutral
 from flywheel.models.family import Family, in_later_layers
 
 _USED: Final = frozenset({
-    "model_type", "architectures", "auto_map", "quantization_config", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "max_position_embeddings", "tie_word_embeddings", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters",
+    "model_type", "architectures", "auto_map", "quantization_config", "hidden_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+    "tie_word_embeddings", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters",
     "partial_rotary_factor", "original_max_position_embeddings", "sliding_window", "layer_types", "bos_token_id",
     "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
 })  # fmt: skip
 """Keys that are read for every family."""
 
-IRRELEVANT: Final = frozenset({
-    "transformers_version", "initializer_range", "use_cache", "cache_implementation", "return_dict",
+_IRRELEVANT: Final = frozenset({
+    "transformers_version", "initializer_range", "init_method", "use_cache", "cache_implementation", "return_dict",
     "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "num_labels",
     "problem_type", "finetuning_task", "task_specific_params", "classifier_dropout", "pretraining_tp",
     "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "embedding_dropout", "residual_dropout",
@@ -49,10 +49,11 @@ class Keys:
     """Key -> the values with which a checkpoint is not refused; absent and null go, too."""
     foreign: Neutral
     """The same of keys that transformers' class of this family does not read. With other values, they are told."""
+    irrelevant: frozenset[str]
 
     def unknown(self, config: Mapping[str, object]) -> tuple[str, ...]:
         """The keys of a config about which nothing is known."""
-        known = {*self.used, *self.refused, *self.foreign, *IRRELEVANT}
+        known = {*self.used, *self.refused, *self.foreign, *self.irrelevant}
         return tuple([key for key in config if key not in known and not key.startswith(_OWN_NOTES)])
 
 
@@ -60,10 +61,12 @@ def keys_of(rules: Family) -> Keys:
     """What each key is to a family."""
     bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
     fixed = {"attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
-    own = {*rules.biases, *rules.reads, rules.norm_eps[0], rules.activation_field}
+    own = {*rules.biases, *rules.reads, rules.norm_eps[0], rules.intermediate, rules.activation_field}
     own |= {rules.local_rope[0]} if rules.local_rope is not None and rules.local_rope[0] is not None else set()
     own |= {"use_sliding_window"} if rules.window_needs_flag else set()
     own |= {"max_window_layers"} if rules.windows is in_later_layers else set()
-    used = _USED | own
-    return Keys(used, {key: value for key, value in NEUTRAL.items() if key not in used},
-                {key: value for key, value in {**FOREIGN, **fixed}.items() if key not in used})  # fmt: skip
+    used, irrelevant = _USED | own, _IRRELEVANT.union(rules.irrelevant)
+    known = used | irrelevant
+    refused = {key: value for key, value in NEUTRAL.items() if key not in known}
+    foreign = {key: value for key, value in {**FOREIGN, **fixed}.items() if key not in known}
+    return Keys(used, refused, foreign, irrelevant)

@@ -77,8 +77,8 @@ class Family:
     original_context: int | None = None
     """`original_max_position_embeddings` where that field is absent; None where RoPE's own counts."""
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(a module of a checkpoint, the modules whose weights it stores as one, row after row, in the order of
-    LAYER_WEIGHT_KEYS)."""
+    """(a module of a checkpoint, or its parent and it; the modules whose weights it stores as one, row after row, in
+    the order of LAYER_WEIGHT_KEYS)."""
     interleaved: bool = False
     """A checkpoint stores the elements of a pair that RoPE turns side by side."""
     tied_head: bool = False
@@ -100,6 +100,8 @@ class Family:
     """`model_type` of multimodal models whose `text_config` is of this family."""
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     """(the field of the norms' epsilon, its default)."""
+    intermediate: str = "intermediate_size"
+    """The field of the width of one of gate and up."""
     activation: str = "silu"
     """The activation that `activation_field` may name, one of spec.ACTIVATIONS."""
     activation_field: str = "hidden_act"
@@ -112,3 +114,5 @@ class Family:
     UnsupportedModelError."""
     reads: tuple[str, ...] = ()
     """The fields that `read` reads."""
+    irrelevant: tuple[str, ...] = ()
+    """Fields of its configuration class that change no logits of the models that `read` lets through."""

@@ -146,7 +146,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         name=name,
         family=rules.name,
         hidden=fields.positive_int("hidden_size"),
-        intermediate=fields.positive_int("intermediate_size"),
+        intermediate=fields.positive_int(rules.intermediate),
         n_layers=fields.positive_int("num_hidden_layers", MAX_LAYERS),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -187,6 +187,8 @@ _SHARED: Final = (
 """Fields of a multimodal model's config that hold of its text model."""
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_OLD_FULL: Final = "attention"
+"""Another name of _FULL, for transformers."""
 
 
 def _rope_of(fields: Fields, rules: Family, kind: str) -> Fields:
@@ -240,6 +242,8 @@ def _windows(fields: Fields, rules: Family) -> tuple[int | None, tuple[bool, ...
     if rules.window_needs_flag and not fields.flag("use_sliding_window", absent=False):
         window = None
     n_layers, kinds = fields.positive_int("num_hidden_layers", MAX_LAYERS), fields.values.get("layer_types")
+    if isinstance(kinds, list):
+        kinds = [_FULL if kind == _OLD_FULL else kind for kind in kinds]
     slides = window is not None or rules.windows is not None
     known = (_FULL, _SLIDING) if slides else (_FULL,)
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in known for kind in kinds)):

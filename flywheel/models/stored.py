@@ -122,9 +122,10 @@ def stored_tensors(spec: DecoderSpec) -> StoredTensors:
     shapes: dict[str, Shape] = {}
     pieces: dict[str, StoredRows] = {}
     for key, shape in checkpoint_tensors(spec).items():
-        module = key.split(".")[-2]
+        *above, module, kind = key.split(".")
         order = heads if module in _TURNED else ()
-        stored = key.replace(f".{module}.", f".{joined.get(module, module)}.")
+        whole = joined.get(module, module)
+        stored = ".".join([*(above[:-1] if "." in whole else above), whole, kind])
         first = shapes[stored][0] if stored in shapes else 0
         shapes[stored] = (first + shape[0], *shape[1:])
         pieces[key] = StoredRows(stored, first, shape[0], order)

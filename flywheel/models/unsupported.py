@@ -16,8 +16,7 @@ _BY_REASON: Final = (
     (
         "its layers keep a recurrent state",
         "mamba mamba2 falcon_mamba falcon_h1 jamba bamba zamba zamba2 recurrent_gemma rwkv xlstm "
-        "granitemoehybrid olmo_hybrid qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text lfm2 "
-        "nemotron_h",
+        "olmo_hybrid qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text lfm2 nemotron_h",
     ),
     ("its layers share caches and have embeddings of their own", "gemma3n gemma3n_text"),
     (

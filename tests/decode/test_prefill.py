@@ -38,6 +38,7 @@ FAMILIES = {
     "window": replace(SMALL, family="mistral", window=9),
     "windows": replace(SMALL, family="ministral", window=1, windowed=(False, True)),
     "smollm3": replace(SMALL, family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "no rope": replace(SMALL, family="granitemoehybrid", nope_every=1, residual_scale=0.5),
     "a query head a KV head": replace(SMALL, n_kv_heads=4),
     "glm4": replace(SMALL, family="glm4", rotary_dim=8, norms="around", qkv_bias=True),
     "granite": replace(SMALL, family="granite", embed_scale=6.0, residual_scale=0.22, attention_scale=0.1,

@@ -65,6 +65,11 @@ LONG_ROPE = {
     "long_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0, 3.5, 3.9],
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+DENSE = {
+    "num_local_experts": 0, "layer_types": [FULL] * 3, "shared_intermediate_size": 96, "mamba_n_heads": 4,
+    "embedding_multiplier": 3.7, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.8,
+}  # fmt: skip
+"""A Granite 4 without experts and recurrent layers."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
@@ -86,6 +91,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite", dict(SIZES, embedding_multiplier=3.7, residual_multiplier=0.4, attention_multiplier=0.2,
                         logits_scaling=0.8),
     ),
+    "granite4": ("GraniteMoeHybrid", dict(SIZES, **DENSE, position_embedding_type="rope", attention_bias=True)),
+    "granite4-without-rope": ("GraniteMoeHybrid", dict(SIZES, **DENSE)),
     "olmo2": ("Olmo2", dict(SIZES)),
     "starcoder2": ("Starcoder2", dict(SIZES, intermediate_size=256, num_key_value_heads=4)),
     "olmo3": (
@@ -225,7 +232,10 @@ def meant(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-@pytest.mark.parametrize(("family", "text"), pairs(("gemma3", "phi3", "granite", "glm4"), ("int4-g32", "fp8")))
+QUANTIZED = pairs(("gemma3", "phi3", "granite", "glm4", "granite4"), ("int4-g32", "fp8"))
+
+
+@pytest.mark.parametrize(("family", "text"), QUANTIZED)
 def test_what_flywheel_quantizes_decodes_as_transformers_decodes_what_it_means(
     family: str, text: str, tmp_path: Path
 ) -> None:

@@ -100,6 +100,18 @@ STARCODER2_7B: Config = json.loads("""
  "num_key_value_heads": 4, "residual_dropout": 0.0, "rope_theta": 1000000, "sliding_window": 4096,
  "torch_dtype": "float32", "use_bias": true, "use_cache": true, "vocab_size": 49152}
 """)
+GRANITE4_MICRO: Config = json.loads("""
+{"architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+ "attention_multiplier": 0.015625, "bos_token_id": 100257, "embedding_multiplier": 12, "eos_token_id": 100257,
+ "hidden_act": "silu", "hidden_size": 2560, "init_method": "mup", "initializer_range": 0.1, "intermediate_size": 8192,
+ "logits_scaling": 10, "mamba_d_conv": 4, "mamba_expand": 2, "max_position_embeddings": 131072,
+ "model_type": "granitemoehybrid", "normalization_function": "rmsnorm", "num_attention_heads": 40,
+ "num_experts_per_tok": 0, "num_hidden_layers": 40, "num_key_value_heads": 8,
+ "num_local_experts": 0, "output_router_logits": false, "pad_token_id": 100256, "position_embedding_type": "rope",
+ "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000,
+ "router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192, "tie_word_embeddings": true,
+ "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 100352}
+""") | {"layer_types": ["attention"] * 40}
 QWEN3_8B = QWEN3_06B | {
     "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36, "num_attention_heads": 32,
     "num_hidden_layers": 36, "tie_word_embeddings": False,
@@ -134,6 +146,7 @@ def refused(config: object) -> str:
         ("smollm3-3b", SMOLLM3_3B),
         ("command-r7b", COMMAND_R7B),
         ("starcoder2-7b", STARCODER2_7B),
+        ("granite-4.0-micro", GRANITE4_MICRO),
     ],
 )
 def test_a_published_config_is_the_catalogs_spec(name: str, config: Config, tmp_path: Path) -> None:
@@ -194,6 +207,16 @@ def test_an_explicit_head_dim_wins_over_the_quotient() -> None:
     assert spec_from_config(nemo, "x").q_width == 4096
 
 
+def test_a_granite_without_experts_reads_its_layers_by_either_name_and_has_rope_where_it_says_so() -> None:
+    micro, other = CATALOG["granite-4.0-micro"], without(GRANITE4_MICRO, "layer_types")
+    assert spec_from_config(other | {"layers_block_type": [FULL] * 40}, micro.name) == micro
+    for kind in (None, "nope"):
+        found = spec_from_config(GRANITE4_MICRO | {"position_embedding_type": kind, "intermediate_size": 5}, micro.name)
+        assert found == dataclasses.replace(micro, nope_every=1)
+    assert "num_local_experts is missing" in refused(without(GRANITE4_MICRO, "num_local_experts"))
+    assert "layer_types is missing" in refused(other)
+
+
 @pytest.mark.parametrize(
     "extra",
     [
@@ -240,6 +263,12 @@ def test_fields_that_leave_the_arithmetic_alone_are_ignored(extra: Config) -> No
         (COMMAND_R7B, "logit_scale", None),
         (STARCODER2_7B, "hidden_act", "gelu"),
         (STARCODER2_7B, "use_bias", 1),
+        (GRANITE4_MICRO, "num_local_experts", 62),
+        (GRANITE4_MICRO, "layer_types", ["mamba", "attention"] * 20),
+        (GRANITE4_MICRO, "layers_block_type", ["mamba"] * 36 + ["attention"] * 4),
+        (GRANITE4_MICRO, "layers_block_type", ["attention"] * 39),
+        (GRANITE4_MICRO, "layer_types", None),
+        (GRANITE4_MICRO, "position_embedding_type", 1),
         (without(SMOLLM3_3B, "no_rope_layers"), "no_rope_layer_interval", 0),
         (without(SMOLLM3_3B, "no_rope_layers"), "no_rope_layer_interval", True),
         (LLAMA3_8B, "model_type", "gpt2"),

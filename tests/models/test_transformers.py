@@ -61,6 +61,11 @@ LONG_ROPE = {
 """Of 12 elements of a head. With Phi-3's default, contexts of up to 4096 are short."""
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FULL, SLIDING = "full_attention", "sliding_attention"
+DENSE = {
+    "num_local_experts": 0, "layer_types": [FULL] * 3, "shared_intermediate_size": 96, "mamba_n_heads": 4,
+    "embedding_multiplier": 3.7, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.8,
+}  # fmt: skip
+"""A Granite 4 without experts and recurrent layers."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(SIZES)),
     "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
@@ -94,6 +99,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite", dict(SIZES, embedding_multiplier=3.7, residual_multiplier=0.4, attention_multiplier=0.2,
                         logits_scaling=0.8),
     ),
+    "granite4": ("GraniteMoeHybrid", dict(SIZES, **DENSE, position_embedding_type="rope", attention_bias=True)),
+    "granite4-without-rope": ("GraniteMoeHybrid", dict(SIZES, **DENSE)),
     "olmo2": ("Olmo2", dict(SIZES)),
     "olmo3": (
         "Olmo3", dict(SIZES, num_hidden_layers=4, sliding_window=CONTEXT, rope_parameters={

@@ -54,6 +54,7 @@ SPECS = (
     dataclasses.replace(
         LLAMA, name="starcoder2", family="starcoder2", norm="layer", norm_bias=True, gated=False, activation="gelu_tanh"
     ),
+    dataclasses.replace(LLAMA, name="granite4", family="granitemoehybrid", nope_every=1, residual_scale=0.5),
     dataclasses.replace(LLAMA, name="window", family="ministral", window=7, windowed=(True, False)),
     dataclasses.replace(LLAMA, name="glm4", family="glm4", rotary_dim=8, norms="around", qkv_bias=True),
     dataclasses.replace(

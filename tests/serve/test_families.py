@@ -18,12 +18,15 @@ ENDS = [2, 5]
 CHAT = [{"role": "user", "content": "hello w 12"}]
 MODELS: dict[str, tuple[str, str]] = {
     "gemma2": ("gemma2", "gemma"), "gemma3": ("gemma3_text", "gemma"), "phi3": ("phi3", "phi-3"),
-    "granite": ("granite", "granite"), "smollm3": ("smollm3", "smollm3"), "olmo2": ("olmo2", "olmo"),
-    "glm": ("glm4", "glm"), "cohere2": ("cohere2", "cohere2"), "starcoder2": ("starcoder2", "olmo"),
-    "tekken": ("ministral", "mistral"), "qwen3": ("qwen3", "qwen3"),
+    "granite": ("granite", "granite"), "granite4": ("granitemoehybrid", "granite"), "smollm3": ("smollm3", "smollm3"),
+    "olmo2": ("olmo2", "olmo"), "glm": ("glm4", "glm"), "cohere2": ("cohere2", "cohere2"),
+    "starcoder2": ("starcoder2", "olmo"), "tekken": ("ministral", "mistral"), "qwen3": ("qwen3", "qwen3"),
 }  # fmt: skip
 """Files of a tokenizer -> `model_type`, chat template."""
-WINDOWED = ("gemma2", "gemma3_text", "cohere2", "ministral")
+OWN: dict[str, dict[str, Any]] = {
+    **{kind: {"sliding_window": 16} for kind in ("gemma2", "gemma3_text", "cohere2", "ministral")},
+    "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 2, "shared_intermediate_size": 96},
+}
 
 
 def write(folder: Path, family: str) -> Any:
@@ -36,7 +39,7 @@ def write(folder: Path, family: str) -> Any:
     config = AutoConfig.for_model(
         kind, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, vocab_size=512, max_position_embeddings=512, initializer_range=0.2, pad_token_id=0,
-        eos_token_id=ENDS, **({"sliding_window": 16} if kind in WINDOWED else {}),
+        eos_token_id=ENDS, **OWN.get(kind, {}),
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
