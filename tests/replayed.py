@@ -103,6 +103,8 @@ _FURTHER: Final = (
     DecoderSpec("cohere-tiny", "cohere", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, tied_head=True, norm="layer",
                 norms="shared", logits_scale=0.25),
     DecoderSpec("glm4-tiny", "glm4", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, norms="around", rotary_dim=8),
+    DecoderSpec("granite4-tiny", "granitemoehybrid", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, nope_every=1,
+                embed_scale=12.0, residual_scale=0.22, attention_scale=0.2, logits_scale=0.125),
 )  # fmt: skip
 """Models of further families. Each has works of its own, two for a new one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}
