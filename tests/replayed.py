@@ -105,6 +105,8 @@ _FURTHER: Final = (
     DecoderSpec("glm4-tiny", "glm4", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, norms="around", rotary_dim=8),
     DecoderSpec("granite4-tiny", "granitemoehybrid", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, nope_every=1,
                 embed_scale=12.0, residual_scale=0.22, attention_scale=0.2, logits_scale=0.125),
+    DecoderSpec("gemma-tiny", "gemma", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-6, 512, tied_head=True, norm_offset=1.0,
+                activation="gelu_tanh", embed_scale=8.0, embed_scale_rounds=True),
 )  # fmt: skip
 """Models of further families. Each has works of its own, two for a new one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}

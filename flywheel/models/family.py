@@ -105,6 +105,8 @@ class Family:
     activation: str = "silu"
     """The activation that `activation_field` may name, one of spec.ACTIVATIONS."""
     activation_field: str = "hidden_act"
+    activation_also: tuple[str, ...] = ()
+    """Names of other activations that mean this one here."""
     qkv_bias: bool = False
     qk_norm: bool = False
     biases: tuple[str, ...] = ()

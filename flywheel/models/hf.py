@@ -123,7 +123,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     read_scheme(config, name)  # raises for a scheme without a format
     if rules.activation_field in config:
         named = [name for name, own in _ACTIVATIONS.items() if own == rules.activation]
-        fields.choice(rules.activation_field, named)
+        fields.choice(rules.activation_field, [*named, *rules.activation_also])
     n_heads, n_kv_heads, head_dim = _heads(fields, rules)
     max_position = fields.positive_int("max_position_embeddings", MAX_CONTEXT)
     rope, rotary_dim = read_rope(_rope_of(fields, rules, _FULL), rules, head_dim, max_position)

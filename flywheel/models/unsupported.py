@@ -30,6 +30,7 @@ _BY_REASON: Final = (
         "its rotary layout or MLP is none of those here",
         "falcon gptj gpt_neo gpt_neox codegen phi stablelm persimmon nemotron",
     ),
+    ("its model's class is code of its repository", "internlm3"),
     ("it encodes a text before it decodes", "t5 t5gemma t5gemma2 bart mbart pegasus led"),
     (
         "it reads images or sounds",

@@ -70,6 +70,8 @@ def test_every_key_that_reading_looks_at_is_said(family: str) -> None:
 def test_a_kind_of_model_that_does_not_run_is_refused_with_its_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r"its layers choose among experts$"):
         spec_from_config({"model_type": "mixtral"}, "x")
+    with pytest.raises(UnsupportedModelError, match=r"its model's class is code of its repository$"):
+        spec_from_config({"model_type": "internlm3"}, "x")
     assert not UNSUPPORTED.keys() & FAMILIES.keys()
 
 

@@ -108,6 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 9000.0, "factor": 4.0},
         }),
     ),
+    "gemma": ("Gemma", dict(SIZES, head_dim=32, hidden_act="gelu", tie_word_embeddings=False)),
     "gemma2": (
         "Gemma2", dict(SIZES, head_dim=32, sliding_window=CONTEXT, query_pre_attn_scalar=20,
                        attn_logit_softcapping=3.0, final_logit_softcapping=2.0, attn_implementation="eager",

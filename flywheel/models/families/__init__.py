@@ -12,6 +12,7 @@ from flywheel.models.blocks import LayerWeight
 from flywheel.models.families import (
     cohere,
     cohere2,
+    gemma,
     gemma2,
     gemma3,
     glm,
@@ -34,8 +35,8 @@ from flywheel.models.spec import DecoderSpec, Shape, model_weight_shapes
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {each.FAMILY.name: each.FAMILY for each in (
-        cohere, cohere2, gemma2, gemma3, glm, glm4, granite, granitemoehybrid, llama, ministral, mistral, olmo2, olmo3,
-        phi3, qwen2, qwen3, smollm3, starcoder2,
+        cohere, cohere2, gemma, gemma2, gemma3, glm, glm4, granite, granitemoehybrid, llama, ministral, mistral, olmo2,
+        olmo3, phi3, qwen2, qwen3, smollm3, starcoder2,
     )}
 )
 """`model_type` -> its family."""
