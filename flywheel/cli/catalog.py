@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from flywheel.cli.options import DEFAULTS, SharedOption, command, document_option, give, json_option, weights_option
-from flywheel.cli.text import show_table, size, us
+from flywheel.cli.text import show, show_table, size, us
 from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.writing import target_to_dict
@@ -87,22 +88,23 @@ def _family(rules: Family) -> dict[str, Any]:
 
 def _show_families(document: Mapping[str, Any]) -> None:
     families = document["families"]
-    shared = frozenset.intersection(*[frozenset(each["keys"]["used"]) for each in families])
+    counts = Counter(key for each in families for key in each["keys"]["used"])
+    shared = [key for key, count in counts.items() if 2 * count > len(families)]
     rows = [
         (each["model_type"], each["architecture"], ", ".join(each["models"]) or "-",
          ", ".join(key for key in each["keys"]["used"] if key not in shared) or "-")
         for each in families
     ]  # fmt: skip
     show_table(("<!model_type", "<architecture", "<models by name", "<keys of its own"), rows)
-    click.echo(f"\nkeys that all use: {', '.join(sorted(shared))}")
+    show("", f"keys that most use: {', '.join(sorted(shared))}")
     refused = {key: values for each in families for key, values in each["keys"]["refused_but"].items()}
     allowed = [f"{key} ({' or '.join(map(shown, values))})" if values else key for key, values in refused.items()]
-    click.echo(f"keys that are refused (but for a value): {', '.join(allowed)}")
-    click.echo("any other key that may ask for other arithmetic is told when a checkpoint is opened")
+    show(f"keys that are refused (but for a value): {', '.join(allowed)}")
+    show("any other key that may ask for other arithmetic is told when a checkpoint is opened")
     reasons: dict[str, list[str]] = {}
     for name, why in document["refused"].items():
         reasons.setdefault(why, []).append(name)
-    click.echo()
+    show("")
     show_table(("<!refused, since", "<model_type"), [(why, ", ".join(names)) for why, names in reasons.items()])
 
 
