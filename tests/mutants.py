@@ -105,6 +105,8 @@ SINGLES: Final = (
     single("ATTENTION_TILE", [f32(4, 4), KV, KV, f32(4, 8)], f32(4, 6, kind=OUT), **PAST),
     single("ROPE", [ROWS, (IN, _I32, (2,))], MADE, head_dim=4, theta=1e4),
     single("SILU_MUL", [ROWS, ROWS], MADE),
+    single("GELU_MUL", [ROWS, ROWS], MADE),
+    single("GELU_MUL", [ROWS], MADE),
     single("GELU", [ROWS], MADE),
     single("ADD", [ROWS, ROWS], MADE),
     single("MUL", [ROWS, ROWS], MADE),

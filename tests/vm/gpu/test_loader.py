@@ -132,7 +132,7 @@ def rig(host_gpu: Any, megakernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> R
         variant = SimpleNamespace(
             ranked=False,
             threads=threads, dtype=DType.F16, matrix_warps=multiplying, usage=usage, trace=False, rows=0,
-            formats=(),
+            formats=(), features=(),
         )  # fmt: skip
         return SimpleNamespace(variant=variant, megakernel=megakernel, pack_matrix=None)
 
