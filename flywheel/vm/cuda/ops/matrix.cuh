@@ -212,7 +212,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
 FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     int stagings = vm.block().stagings, pass = vm.block().passes, done = 0;
     const bool stages = !(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task());
-    const bool streams = step.as.product.kblocks * 16 < step.params.K;
+    const bool streams = step.as.product.beside * step.as.product.kblocks * 16 < step.params.K;
     const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
     BestSeen best;
     bool summed = false;
