@@ -31,8 +31,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
     asked: list[Variant] = []
 
     def compile_slowly(
-        arch: str, threads: int, dtype: Any, *, matrix_warps: int, rows: int, formats: object, ranked: bool, features: object
-    ) -> None:
+        arch: str, threads: int, dtype: Any, *, matrix_warps: int, rows: int, formats: object, ranked: bool,
+        features: object,
+    ) -> None:  # fmt: skip
         assert not ranked and not features
         asked.append((arch, threads, matrix_warps, rows))
         sleep(0.05)
