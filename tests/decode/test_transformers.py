@@ -6,13 +6,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from effort import examples, pairs
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import CONTEXT, FAMILIES, POSITIONS, SIZES, build
 
 from flywheel.cli.main import cli
 from flywheel.decode.generate import generate
@@ -29,132 +30,26 @@ from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, find_target
 from flywheel.tensors import TORCH_DTYPES
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-CONTEXT = 160
-POSITIONS = (0, 1, 7, 63, 100, CONTEXT - 1)
 # transformers also rounds inside operations; over these 3 layers and logits of deviation 1 that is up to 0.17.
 BF16_ABS = 0.25
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-SMALL = ("o_proj.bias", "down_proj.bias", "gate_proj.bias", "up_proj.bias", "c_proj.bias", "c_fc.bias", "norm.bias")
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0, 3.5, 3.9],
-}
-FULL, SLIDING = "full_attention", "sliding_attention"
-DENSE = {
-    "num_local_experts": 0, "layer_types": [FULL] * 3, "shared_intermediate_size": 96, "mamba_n_heads": 4,
-    "embedding_multiplier": 3.7, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.8,
-}  # fmt: skip
-"""A Granite 4 without experts and recurrent layers."""
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", dict(SIZES)),
-    "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
-    "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
-    "llama-biased": ("Llama", dict(SIZES, attention_bias=True, mlp_bias=True, intermediate_size=128)),
-    "cohere": ("Cohere", dict(SIZES, logit_scale=0.8, tie_word_embeddings=False)),
-    "cohere2": ("Cohere2", dict(SIZES, logit_scale=0.8, sliding_window=CONTEXT, num_hidden_layers=4)),
-    "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
-    "mistral-window": ("Mistral", dict(SIZES, sliding_window=37)),
-    "mistral-short-window": ("Mistral", dict(SIZES, sliding_window=3)),
-    "ministral": ("Ministral", dict(SIZES, head_dim=16, sliding_window=50, layer_types=[SLIDING, FULL, SLIDING])),
-    "qwen2": ("Qwen2", dict(SIZES)),
-    "qwen2-window": ("Qwen2", dict(SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1)),
-    "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
-    "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
-    "glm4": ("Glm4", dict(SIZES, head_dim=32)),
-    "phi3-long": ("Phi3", dict(SIZES, rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
-    "granite": (
-        "Granite", dict(SIZES, embedding_multiplier=3.7, residual_multiplier=0.4, attention_multiplier=0.2,
-                        logits_scaling=0.8),
-    ),
-    "granite4": ("GraniteMoeHybrid", dict(SIZES, **DENSE, position_embedding_type="rope", attention_bias=True)),
-    "granite4-without-rope": ("GraniteMoeHybrid", dict(SIZES, **DENSE)),
-    "olmo2": ("Olmo2", dict(SIZES)),
-    "starcoder2": ("Starcoder2", dict(SIZES, intermediate_size=256, num_key_value_heads=4)),
-    "olmo3": (
-        "Olmo3", dict(SIZES, num_hidden_layers=4, sliding_window=CONTEXT, rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 9000.0, "factor": 4.0},
-        }),
-    ),
-    "gemma": ("Gemma", dict(SIZES, head_dim=32, tie_word_embeddings=False)),
-    "gemma2": (
-        "Gemma2", dict(SIZES, head_dim=32, sliding_window=CONTEXT, query_pre_attn_scalar=20,
-                       attn_logit_softcapping=3.0, final_logit_softcapping=2.0, attn_implementation="eager",
-                       tie_word_embeddings=False),
-    ),
-    "gemma3": (
-        "Gemma3", dict(SIZES, num_hidden_layers=4, head_dim=32, sliding_window=CONTEXT, query_pre_attn_scalar=24,
-                       sliding_window_pattern=2, rope_theta=5e4, rope_local_base_freq=100.0,
-                       tie_word_embeddings=False),
-    ),
-    "smollm3": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, tie_word_embeddings=False)),
-    "smollm3-window": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=40,
-        tie_word_embeddings=False)),
-}
-"""Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
-
-
-def known(family: str) -> tuple[type[PreTrainedModel], Any]:
-    """A family's class and config. Importing them takes seconds, which tests of other files need not wait for."""
-    import transformers
-
-    name, fields = FAMILIES[family]
-    config = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
-    return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, config)(**fields)
+READ_ALIKE = ("glm", "llama-scaled-tied", "llama-yarn", "phi3-short", "phi3-window", "qwen3-tied", "smollm3",
+              "smollm3-turned", "starcoder2-plain")  # fmt: skip
+"""Those of which the oracle alone is compared: their programs have nothing that others have not."""
+PROGRAMS = [family for family in FAMILIES if family not in READ_ALIKE]
 
 Opened = tuple[Any, ReferenceSession, EagerDecoder]
 
 
-def written(family: str, folder: Path, precision: torch.dtype) -> PreTrainedModel:
-    """A family's checkpoint in `folder`, as transformers reads it."""
-    kind, config = known(family)
-    model = kind(config)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
-            deviation = 0.03 if name.endswith(SMALL) else deviation
-            mean = 1.0 if name.endswith("norm.weight") and "Gemma" not in type(model).__name__ else 0.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
-    model.to(precision).save_pretrained(folder)
-    # A model converted in memory would have its RoPE frequencies rounded too.
-    return kind.from_pretrained(folder, dtype=precision).eval()
-
-
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=PROGRAMS)
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[str], Opened]]:
     """`opened(dtype)`: a family's checkpoint as transformers reads it, as a program and as the oracle."""
 
-    def build(dtype: str) -> Opened:
-        model = written(request.param, tmp_path, TORCH_DTYPES[DTYPES[dtype]])
+    def open_as(dtype: str) -> Opened:
+        model = build(request.param, tmp_path, TORCH_DTYPES[DTYPES[dtype]])
         return model, *session_of(tmp_path, dtype)
 
-    yield build
+    yield open_as
 
 
 def session_of(folder: Path, dtype: str, text: str | None = None) -> tuple[ReferenceSession, EagerDecoder]:
@@ -241,7 +136,7 @@ def test_what_flywheel_quantizes_decodes_as_transformers_decodes_what_it_means(
     family: str, text: str, tmp_path: Path
 ) -> None:
     plain, made = tmp_path / "plain", tmp_path / "made"
-    model = written(family, plain, torch.float32)
+    model = build(family, plain, torch.float32)
     result = CliRunner().invoke(cli, ["quantize", "--model", str(plain), "--weights", text, "--output", str(made)])
     assert result.exit_code == 0, result.output
     wanted = model.state_dict()
@@ -257,7 +152,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_quantized_to_one_that_tran
     from transformers import AutoConfig
 
     plain, made = tmp_path / "plain", tmp_path / "made"
-    written("gemma3", plain, torch.float32)
+    build("gemma3", plain, torch.float32)
     text, path = json.loads((plain / "config.json").read_text()), plain / "model.safetensors"
     around = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {}}
     around |= {"eos_token_id": text.pop("eos_token_id", None) or [1, 106]}
