@@ -29,9 +29,9 @@ _METHOD: Final = "compressed-tensors"
 def the_format(formats: WeightFormats, spec: DecoderSpec) -> WeightFormat:
     """The format of all layers' matrices, which the head may share.
 
-    Raises UsageError for formats that one group of the configuration cannot express, and where a matrix is stored with
-    others but has a scale of its own; ConfigError where groups do not divide a matrix's K; WeightsError for a matrix
-    whose blocks or words cannot be stored. Matrices are named as they are stored.
+    Raises UsageError for formats that one group of the configuration cannot express. It raises it too where a matrix is
+    stored with others but has a scale of its own. Raises ConfigError where groups do not divide a matrix's K, and
+    WeightsError for a matrix whose blocks or words cannot be stored. Matrices are named as they are stored.
     """
     own, head = formats.usual, formats.of(HEAD)
     if own is None or any(formats.of(role) != own for role in LAYER_MATRICES) or head not in (None, own):

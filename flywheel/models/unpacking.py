@@ -44,9 +44,9 @@ def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, T
     """The canonical weights of a quantised checkpoint in the form of `models.quantise`, with scales in the type of the
     file.
 
-    Raises WeightsError as `load_weights`, and for a scale that is not positive and finite, scales of a matrix that the
-    config says is not quantised, a code that is NaN, zero points of a scheme without them, columns that are not in
-    order, and blocks of rows that are of several matrices.
+    Raises WeightsError as `load_weights`. It also raises it for a scale that is not positive and finite, and for a code
+    that is NaN. Further for what the config denies: scales of a matrix that is not quantised, and zero points of a
+    scheme without them. And for columns out of order, and blocks of rows that belong to several matrices.
     """
     names, (shapes, pieces) = tensor_names(path), stored_tensors(spec)
     scheme = scheme.of_files(names.__contains__)

@@ -1,5 +1,7 @@
-"""Three rules of positions: one lets each sequence have a position of its own, since tasks that share a cache move
-together; one lets windows move with them; one lets a launch put several tokens of a sequence at consecutive rows of one
+"""Three rules of positions.
+
+By the first, tasks that share a cache move together, so each sequence may have a position of its own. By the second,
+windows move with the positions. By the third, a launch may put several tokens of a sequence at consecutive rows of one
 cache.
 
 Tasks append one row each, that of their lane, and attend to rows up to that of their lane. Then the rows that a launch
