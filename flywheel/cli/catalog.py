@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from textwrap import wrap
+from typing import Any, Final
 
 import click
 
@@ -25,6 +26,9 @@ from flywheel.models.formats import WeightFormats, parse_formats, weights_name
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.unsupported import UNSUPPORTED
 from flywheel.search.workload import find_target
+
+_WIDTH: Final = 100
+"""Of lines of a list."""
 
 
 @command
@@ -89,23 +93,29 @@ def _family(rules: Family) -> dict[str, Any]:
 def _show_families(document: Mapping[str, Any]) -> None:
     families = document["families"]
     counts = Counter(key for each in families for key in each["keys"]["used"])
-    shared = [key for key, count in counts.items() if 2 * count > len(families)]
-    rows = [
-        (each["model_type"], each["architecture"], ", ".join(each["models"]) or "-",
-         ", ".join(key for key in each["keys"]["used"] if key not in shared) or "-")
-        for each in families
-    ]  # fmt: skip
-    show_table(("<!model_type", "<architecture", "<models by name", "<keys of its own"), rows)
-    show("", f"keys that most use: {', '.join(sorted(shared))}")
+    usual = [key for key, count in counts.items() if 2 * count > len(families)]
+    show_table(("<!model_type", "<architecture", "<models by name"), [
+        (each["model_type"], each["architecture"], ", ".join(each["models"]) or "-") for each in families
+    ])  # fmt: skip
+    show("", "keys of config.json that most families read")
+    _show_list("", sorted(usual))
+    show("", "keys that some read besides")
+    for each in families:
+        if own := [key for key in each["keys"]["used"] if key not in usual]:
+            _show_list(f"{each['model_type']}: ", own)
     refused = {key: values for each in families for key, values in each["keys"]["refused_but"].items()}
-    allowed = [f"{key} ({' or '.join(map(shown, values))})" if values else key for key, values in refused.items()]
-    show(f"keys that are refused (but for a value): {', '.join(allowed)}")
-    show("any other key that may ask for other arithmetic is told when a checkpoint is opened")
+    show("", "keys that are refused, but for the value in brackets; others that ask for something are told")
+    _show_list("", [f"{key} ({' or '.join(map(shown, values))})" if values else key for key, values in refused.items()])
     reasons: dict[str, list[str]] = {}
     for name, why in document["refused"].items():
         reasons.setdefault(why, []).append(name)
-    show("")
-    show_table(("<!refused, since", "<model_type"), [(why, ", ".join(names)) for why, names in reasons.items()])
+    show("", "kinds of models that are refused, and why")
+    for why, names in reasons.items():
+        _show_list(f"{why}: ", names)
+
+
+def _show_list(head: str, items: Sequence[str]) -> None:
+    show(*wrap(head + ", ".join(items), _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
 
 
 @command
