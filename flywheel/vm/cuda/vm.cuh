@@ -33,8 +33,6 @@ struct Vm {
     __device__ __forceinline__ int lane() const { return lane_id(); }
     __device__ __forceinline__ Block& block() const { return this_block(); }
     __device__ __forceinline__ TaskSlot* task() const { return &block().tasks[block().progress % TASK_SLOTS]; }
-    // FW_WORK_BYTES at the end of the staging area, in tasks without a matrix step.
-    __device__ __forceinline__ char* work() const { return block().staging() + block().program.staged_bytes - FW_WORK_BYTES; }
     // Tables of inverse frequencies.
     __device__ __forceinline__ const float* floats() const { return reinterpret_cast<const float*>(block().program.floats); }
 
