@@ -13,9 +13,9 @@ from flywheel.models.family import Family, in_later_layers
 _USED: Final = frozenset({
     "model_type", "architectures", "auto_map", "quantization_config", "hidden_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
-    "tie_word_embeddings", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "original_max_position_embeddings", "sliding_window", "layer_types", "bos_token_id",
-    "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
+    "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
+    "partial_rotary_factor", "original_max_position_embeddings", "sliding_window", "layer_types", "eos_token_id",
+    "dtype", "torch_dtype",
 })  # fmt: skip
 """Keys that are read for every family."""
 
@@ -25,7 +25,8 @@ _IRRELEVANT: Final = frozenset({
     "problem_type", "finetuning_task", "task_specific_params", "classifier_dropout", "pretraining_tp",
     "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "embedding_dropout", "residual_dropout",
     "hidden_dropout", "hidden_dropout_prob", "mlp_dropout", "gradient_checkpointing", "attn_implementation",
-    "use_flash_attn", "torchscript", "tokenizer_class", "sep_token_id", "decoder_start_token_id", "prefix",
+    "use_flash_attn", "torchscript", "tokenizer_class", "bos_token_id", "pad_token_id", "sep_token_id",
+    "decoder_start_token_id", "prefix",
     "name_or_path", "bad_words_ids", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p",
     "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_return_sequences",
     "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from flywheel.errors import UnsupportedModelError
 from flywheel.models.config_fields import Neutral
-from flywheel.models.rope import MAX_FLOAT
+from flywheel.models.rope import FLOATS, is_constant
 from flywheel.models.spec import MAX_DIM
 
 
@@ -49,10 +49,19 @@ class Fields:
             raise self.refusal(field, "an integer of at least 0")
         return value
 
+    def integers(self, field: str) -> list[int]:
+        """An integer or several; none where the field is absent or null."""
+        value = self.values.get(field)
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        found = [each for each in given if type(each) is int]
+        if len(found) < len(given):
+            raise self.refusal(field, "an integer, a list of integers or null")
+        return found
+
     def positive_float(self, field: str, absent: float | None = None) -> float:
         value = self.values.get(field, absent)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_FLOAT:
-            raise self.refusal(field, "a positive, finite number")
+        if not is_constant(value):
+            raise self.refusal(field, FLOATS)
         return float(value)
 
     def flag(self, field: str, absent: bool) -> bool:

@@ -32,6 +32,11 @@ _ACTIVATIONS: Final = MappingProxyType(
 )
 """transformers' name of an activation -> the spec's."""
 
+_FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
+_DTYPES: Final = (*_FLOATS, *[f"torch.{name}" for name in _FLOATS], "auto")
+"""Names of a checkpoint's type, which is read from its tensors."""
+
+_END: Final = "eos_token_id"
 _CODE: Final = "auto_map"
 _OWN_CODE: Final = ("AutoModel", "AutoConfig")
 """Beginnings of entries of `auto_map` that put code of the repository in place of the family's."""
@@ -59,8 +64,8 @@ class UnreadFields(NamedTuple):
     """Fields of a config that flywheel does not read, each with its value."""
 
     foreign: tuple[str, ...] = ()
-    """Fields of other models that ask for other arithmetic than the family's. transformers does not read them for this
-    family."""
+    """Fields of other models that ask for other arithmetic than the family's, which transformers does not read for this
+    family; and ends of texts that are not in the vocabulary."""
     unknown: tuple[str, ...] = ()
     """Fields of which nothing is known."""
 
@@ -74,6 +79,8 @@ def unread_fields(path: Path) -> UnreadFields:
     fields = Fields(name, "", config)
     keys = keys_of(rules)
     foreign = [field for field, neutral in keys.foreign.items() if not fields.asks_nothing(field, neutral)]
+    vocab = fields.positive_int("vocab_size", MAX_VOCAB) if "vocab_size" in config else MAX_VOCAB
+    foreign += [_END] if any(not 0 <= token < vocab for token in fields.integers(_END)) else []
     unknown = [field for field in keys.unknown(config) if config[field] is not None]
     asking = ([f"{key_shown(field)} {shown(config[field])}" for field in each] for each in (foreign, unknown))
     return UnreadFields(*map(tuple, asking))
@@ -121,6 +128,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     fields.check_neutral(keys_of(rules).refused)
     _check_code(fields, rules)
     read_scheme(config, name)  # raises for a scheme without a format
+    _check_unused(fields)
     if rules.activation_field in config:
         named = [name for name, own in _ACTIVATIONS.items() if own == rules.activation]
         fields.choice(rules.activation_field, [*named, *rules.activation_also])
@@ -215,6 +223,14 @@ def _has_bias(fields: Fields, rules: Family, field: str) -> bool:
     return field in rules.biases and fields.values.get(field) is not None and fields.flag(field, absent=False)
 
 
+def _check_unused(fields: Fields) -> None:
+    """Raises UnsupportedModelError for fields of no sense that other code reads, or nothing."""
+    fields.integers(_END)
+    for field in ("dtype", "torch_dtype"):
+        if fields.values.get(field) is not None:
+            fields.choice(field, _DTYPES)
+
+
 def _check_architecture(fields: Fields, rules: Family) -> None:
     architectures = fields.values.get("architectures")
     if architectures is not None and architectures != [rules.architecture]:
@@ -250,6 +266,7 @@ def _windows(fields: Fields, rules: Family) -> tuple[int | None, tuple[bool, ...
         raise fields.refusal("layer_types", " or ".join(map(shown, known)))
     if kinds is not None and len(kinds) != n_layers:
         raise fields.refusal("layer_types", f"one for each of {n_layers} layers")
+    usual = list((rules.windows or in_all_layers)(fields, n_layers))  # which also checks what it reads
     if window is None:
         if kinds is not None and _SLIDING in kinds:
             off = rules.window_needs_flag and fields.values.get("sliding_window", 1) is not None
@@ -258,10 +275,7 @@ def _windows(fields: Fields, rules: Family) -> tuple[int | None, tuple[bool, ...
         return None, ()
     if window == 1:  # transformers' mask has one row then, and its cache two
         raise fields.refusal("sliding_window", f"an integer from 2 to {MAX_CONTEXT}")
-    if kinds is not None:
-        marks = [kind == _SLIDING for kind in kinds]
-    else:
-        marks = list((rules.windows or in_all_layers)(fields, n_layers))
+    marks = usual if kinds is None else [kind == _SLIDING for kind in kinds]
     return (window if any(marks) else None), (() if all(marks) or not any(marks) else tuple(marks))
 
 

@@ -11,15 +11,25 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from struct import pack, unpack
 from types import MappingProxyType
-from typing import Any, Final, Literal, assert_never
+from typing import Any, Final, Literal, TypeGuard, assert_never
 
 from flywheel.errors import UnsupportedModelError
 
 MAX_CONTEXT: Final = 2**31 - 1
 """Longest context: a program's params are int32."""
 
-MAX_FLOAT: Final = 1e308
-"""Largest RoPE or norm constant: finite, whatever it is converted from."""
+LEAST_FLOAT: Final = 1e-15
+MAX_FLOAT: Final = 1e15
+"""Bounds of a model's constants. Sums of squares of what they multiply are finite in float32, and above 0. Those of
+published models are far within."""
+
+FLOATS: Final = f"a number from {LEAST_FLOAT:g} to {MAX_FLOAT:g}"
+"""The bounds in words."""
+
+
+def is_constant(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number that a constant of a model may be."""
+    return type(value) in (int, float) and isinstance(value, int | float) and LEAST_FLOAT <= value <= MAX_FLOAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +139,7 @@ def _fault(field: str, value: object, turned: int) -> str | None:
                 return f" has {count} factors; wanted: {turned // 2}, one of each pair that is turned"
             return next((fault for each in value if (fault := _fault("factor", each, turned))), None)
         case _:
-            fits = type(value) in (int, float) and isinstance(value, int | float) and 0 < value <= MAX_FLOAT
-            return None if fits else f"={value!r} is not positive and finite"
+            return None if is_constant(value) else f"={value!r} is not {FLOATS}"
 
 
 def rope_params(rope: Rope, head_dim: int, rotary_dim: int | None, context: int) -> dict[str, Any]:

@@ -50,6 +50,8 @@ def read_rope(fields: Fields, rules: Family, head_dim: int, max_position: int) -
     if any(theta != thetas[0] for theta in thetas):
         theta, parameters = fields.shown("rope_theta"), fields.shown("rope_parameters")
         raise fields.refusal("rope_theta", f"one value in {theta}, {parameters} and rope_scaling")
+    if fields.values.get(_ORIGINAL) is not None:
+        fields.positive_int(_ORIGINAL, MAX_CONTEXT)
     own = _part(fields, rules)
     part = next((each for each in (*parts[:1], own) if each is not None), rules.partial_rotary or 1.0)
     rope = Rope(thetas[0] if thetas else rules.rope_theta, found[0] if found else None)

@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError, FlywheelError, UnsupportedModelError
 from flywheel.models.rope import (
+    FLOATS,
     MAX_CONTEXT,
-    MAX_FLOAT,
     LongRope,
     Rope,
     Scaling,
     check_scaling,
+    is_constant,
     rope_params,
     scaling_from_dict,
 )
@@ -280,8 +281,8 @@ def _check_values(spec: DecoderSpec) -> None:
         factor: object = getattr(spec, field)
         if factor is None and field in _OPTIONAL_FACTORS:
             continue
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MAX_FLOAT:
-            raise UnsupportedModelError(f"{spec.name}: {field}={factor!r} is not positive and finite")
+        if not is_constant(factor):
+            raise UnsupportedModelError(f"{spec.name}: {field}={factor!r} is not {FLOATS}")
     choices = {"norm": NORMS, "norms": NORM_PLACES, "activation": ACTIVATIONS, "norm_offset": (0.0, 1.0)}
     for field, known in (choices | dict.fromkeys(_FLAGS, (False, True))).items():
         if getattr(spec, field) not in known:
@@ -299,8 +300,8 @@ def _check_layers(spec: DecoderSpec) -> None:
     if spec.rotary_dim is not None and spec.rotary_dim % 2:
         raise UnsupportedModelError(f"{spec.name}: rotary_dim={spec.rotary_dim} is odd; RoPE rotates pairs")
     theta: object = 1.0 if spec.local_rope is None else spec.local_rope.theta
-    if not isinstance(theta, int | float) or not 0 < theta <= MAX_FLOAT:
-        raise UnsupportedModelError(f"{spec.name}: local_rope.theta={theta!r} is not positive and finite")
+    if not is_constant(theta):
+        raise UnsupportedModelError(f"{spec.name}: local_rope.theta={theta!r} is not {FLOATS}")
 
 
 def _check_heads(spec: DecoderSpec) -> None:

@@ -67,6 +67,13 @@ def test_every_key_that_reading_looks_at_is_said(family: str) -> None:
     assert looked - keys.used - keys.refused.keys() - {"compression_config"} == set()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_is_used_is_read_and_refused_where_it_makes_no_sense(family: str) -> None:
+    for key in sorted(keys_of(FAMILIES[family]).used):
+        with pytest.raises(UnsupportedModelError, match=rf"^x: {key} is "):
+            spec_from_config(base_of(family) | {key: [["?"]]}, "x")
+
+
 def test_a_kind_of_model_that_does_not_run_is_refused_with_its_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r"its layers choose among experts$"):
         spec_from_config({"model_type": "mixtral"}, "x")

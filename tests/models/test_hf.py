@@ -223,6 +223,7 @@ def test_a_granite_without_experts_reads_its_layers_by_either_name_and_has_rope_
         {"torch_dtype": "float16", "pretraining_tp": 2, "use_cache": False, "_name_or_path": "x", "made_up": [1, {}]},
         {"partial_rotary_factor": 1.0, "logit_scale": 1, "residual_multiplier": 1.0, "num_experts": 0},
         {"quantization_config": None, "final_logit_softcapping": None, "sliding_window": None, "rope_parameters": None},
+        {"dtype": "torch.bfloat16", "torch_dtype": "auto", "eos_token_id": [128001, 0], "pad_token_id": -1},
         {"is_causal": True, "use_qk_norm": False, "hidden_act": "swish", "pruned_heads": {}},
     ],
 )
@@ -293,6 +294,18 @@ def test_fields_that_leave_the_arithmetic_alone_are_ignored(extra: Config) -> No
         (LLAMA3_8B, "rms_norm_eps", "1e-5"),
         (LLAMA3_8B, "rope_theta", float("inf")),
         (LLAMA3_8B, "rope_theta", 10**400),
+        (LLAMA3_8B, "rms_norm_eps", 1e-40),
+        (GRANITE4_MICRO, "embedding_multiplier", 1e308),
+        (GRANITE4_MICRO, "logits_scaling", 1e-308),
+        (LLAMA3_8B, "eos_token_id", "</s>"),
+        (LLAMA3_8B, "eos_token_id", True),
+        (LLAMA3_8B, "eos_token_id", [128001, 1.0]),
+        (LLAMA3_8B, "torch_dtype", "x"),
+        (LLAMA3_8B, "torch_dtype", "int8"),
+        (LLAMA3_8B, "dtype", 16),
+        (QWEN25_7B, "max_window_layers", "28"),
+        (SMOLLM3_3B, "no_rope_layer_interval", "4"),
+        (LLAMA3_8B, "original_max_position_embeddings", "4096"),
         (LLAMA3_8B, "rope_theta", None),
         (LLAMA3_8B, "tie_word_embeddings", 1),
         (LLAMA3_8B, "rope_scaling", "llama3"),
@@ -334,7 +347,7 @@ def test_rope_per_layer_type_is_refused() -> None:
 @pytest.mark.parametrize("base", [None, 0, -1, "x"])
 def test_the_base_of_layers_with_a_window_is_refused_by_its_own_key(base: object) -> None:
     config = {"model_type": "gemma3_text", "rope_local_base_freq": base}
-    assert f"stranger: rope_local_base_freq is {json.dumps(base)}; supported: a positive" in refused(config)
+    assert f"stranger: rope_local_base_freq is {json.dumps(base)}; supported: a number from" in refused(config)
 
 
 def test_a_rope_of_a_kind_of_layers_is_refused_by_its_own_key() -> None:
@@ -416,6 +429,8 @@ def test_a_family_without_windows_reaches_as_far_as_the_caches_of_transformers_k
     [
         (LLAMA3_8B, {"logits_scaling": 8.0, "scale_depth": None, "num_experts": 0}, ("logits_scaling 8.0",)),
         (LLAMA3_8B, {"use_qk_norm": True, "qkv_bias": False}, ("use_qk_norm true",)),
+        (LLAMA3_8B, {"eos_token_id": [128001, 128256]}, ("eos_token_id [128001, 128256]",)),
+        (LLAMA3_8B, {"eos_token_id": -1}, ("eos_token_id -1",)),
         (QWEN25_7B, {"attention_bias": False}, ("attention_bias false",)),
         (MISTRAL_7B, {"mlp_bias": True, "attention_bias": False}, ("mlp_bias true",)),
         (LLAMA3_8B, {"mlp_bias": False, "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}, ()),

@@ -22,10 +22,10 @@ def _turned(fields: Fields, count: int) -> list[bool]:
     """Which layers have RoPE. `no_rope_layers` has a 1 for each layer with RoPE, and a 0 for each without; where it is
     absent, one layer in `no_rope_layer_interval` has none, the last of them."""
     listed = fields.values.get("no_rope_layers")
+    interval = fields.values.get("no_rope_layer_interval", _INTERVAL)
+    if type(interval) is not int or not 1 <= interval <= MAX_LAYERS:
+        raise fields.refusal("no_rope_layer_interval", f"an integer from 1 to {MAX_LAYERS}")
     if listed is None:
-        interval = fields.values.get("no_rope_layer_interval", _INTERVAL)
-        if type(interval) is not int or not 1 <= interval <= MAX_LAYERS:
-            raise fields.refusal("no_rope_layer_interval", f"an integer from 1 to {MAX_LAYERS}")
         return [(layer + 1) % interval != 0 for layer in range(count)]
     if not isinstance(listed, list) or len(listed) < count or any(type(each) is not int for each in listed):
         raise fields.refusal("no_rope_layers", f"an integer for each of {count} layers")
