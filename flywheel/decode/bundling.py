@@ -14,19 +14,23 @@ from flywheel.errors import InvalidProgramError, UsageError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
 from flywheel.ir.lanes import lanes_of
 from flywheel.models.hf import load_scheme
+from flywheel.models.schemes import Scheme
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec
-from flywheel.models.stored import is_canonical
+from flywheel.models.stored import StoredRows, stored_tensors
 from flywheel.models.tokenizer_files import beside_weights
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
+from flywheel.runtime.manifest import PIECES
 from flywheel.runtime.weights import (
     LAYOUTS,
+    RowsTaken,
     Stored,
     elements,
     is_stored,
     open_stored,
     part_of,
     sample_of,
+    source_of,
     stored_name,
     tensor_digest,
 )
@@ -54,18 +58,17 @@ def make_bundle(
     """The files of the bundle of a program that decodes the checkpoint in `folder`, by name. `schedule` describes the
     lowered schedule, JSON-ready. Reads all weights.
 
-    Raises UsageError for a family whose checkpoints do not store canonical weights, for a checkpoint quantised in a
-    layout that `runtime.weights` does not know, for a program with quantised matrices where the checkpoint has none,
-    and for several ranks or lanes; InvalidProgramError for an unsafe program; WeightsError, also for a checkpoint that
-    `open_source` refuses and for weights that are not finite, TensorError, ConfigError and KernelCompileError.
+    Raises UsageError for a checkpoint quantised in a layout that `runtime.weights` does not know, for a program with
+    quantised matrices where the checkpoint has none, and for several ranks or lanes; InvalidProgramError for an unsafe
+    program; WeightsError, also for a checkpoint that `open_source` refuses and for weights that are not finite,
+    TensorError, ConfigError and KernelCompileError.
     """
     if program.ranks > 1:
         raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank")
     if (lanes := lanes_of(program)) > 1:
         raise UsageError(f"bundle: a program of {lanes} lanes a sequence; bundles are of one lane")
-    if not is_canonical(spec):
-        raise UsageError(f"bundle: checkpoints of {spec.family} store other matrices than programs read; no bundle yet")
-    layout = _layout_of(program, folder)
+    scheme = _scheme_of(program, folder)
+    layout = None if scheme is None else scheme.layout
     result = validate(program, strict=True)
     if not result.ok:
         raise InvalidProgramError(f"program: {result.errors[0]}")
@@ -78,13 +81,11 @@ def make_bundle(
         rows=variant.rows, formats=variant.formats, features=variant.features,
     )  # fmt: skip
     weights = [buffer for buffer in program.buffers if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST)]
-    names = {
-        name: name if layout is None else stored_name(name, layout)
-        for name in dict.fromkeys(buffer.source or buffer.name for buffer in weights)
-    }
+    pieces = _pieces(spec, weights, scheme)
+    names = {name: _name_in_files(spec, name, layout) for name in map(source_of, weights)}
     names |= _tied(spec, folder, names)
     tensors = open_stored(folder, dict.fromkeys(names.values()))
-    _check_parts(weights, tensors, names, layout)
+    _check_parts(weights, tensors, names, layout, pieces)
     about = {
         "model": {
             "name": spec.name, "spec": asdict(spec), "dtype": interface.dtype.name, "context": interface.context,
@@ -94,10 +95,47 @@ def make_bundle(
         "provenance": {
             "flywheel": VERSION, "program_id": program_id(program), "kernels": kernels_id(), "proved": True,
         },
-        "weights": {"layout": layout, "tensors": {name: _known(each) for name, each in tensors.items()}},
+        "weights": {
+            "layout": layout, "tensors": {name: _known(each) for name, each in tensors.items()},
+            **({PIECES: {name: asdict(piece) for name, piece in pieces.items()}} if pieces else {}),
+        },
     }  # fmt: skip
     others = {name: (folder / name).read_bytes() for name in beside_weights(folder)}
-    return bundle_files(packed, kernel, nvrtc_version(), about, others, names)
+    said = {name: name if name in pieces else held for name, held in names.items()}
+    return bundle_files(packed, kernel, nvrtc_version(), about, others, said)
+
+
+def _name_in_files(spec: DecoderSpec, name: str, layout: str | None) -> str:
+    """The name of the tensor in the files that has a program's weight, or rows of it."""
+    key, end = _key_of(name)
+    piece = stored_tensors(spec).pieces.get(key)
+    held = f"{key if piece is None else piece.key}{end}"
+    return held if layout is None else stored_name(held, layout)
+
+
+def _key_of(name: str) -> tuple[str, str]:
+    """(the canonical key of a program's weight, what its name has behind it)."""
+    part = part_of(name)
+    end = "" if part is None else f".{part}"
+    return name.removesuffix(end), end
+
+
+def _pieces(spec: DecoderSpec, weights: Sequence[Buffer], scheme: Scheme | None) -> dict[str, RowsTaken]:
+    """Program's name of a weight -> its rows, where it is not a tensor of the files as it is."""
+    found: dict[str, RowsTaken] = {}
+    shapes, pieces = stored_tensors(spec)
+    for buffer in weights:
+        name = source_of(buffer)
+        rows = pieces.get(_key_of(name)[0])
+        if rows is None or (rows.rows == shapes[rows.key][0] and not rows.heads):
+            continue
+        whole, layout = shapes[rows.key][0], None if scheme is None else scheme.layout
+        if scheme is not None and part_of(name) in ("scales", "zeros"):
+            shared = rows.scales_of(scheme.format)
+            rows = StoredRows(rows.key, 0, buffer.shape[0]) if shared is None else shared
+            whole = buffer.shape[0] if shared is None else -(-whole // (scheme.format.rows or 1))
+        found[name] = RowsTaken(_name_in_files(spec, name, layout), whole, rows.first, rows.heads)
+    return found
 
 
 def _tied(spec: DecoderSpec, folder: Path, names: Mapping[str, str]) -> dict[str, str]:
@@ -107,10 +145,10 @@ def _tied(spec: DecoderSpec, folder: Path, names: Mapping[str, str]) -> dict[str
     return {embedding: head} if tied else {}
 
 
-def _layout_of(program: MegakernelProgram, folder: Path) -> str | None:
-    """The layout of the checkpoint's quantised matrices; None if it has none. Raises UsageError."""
+def _scheme_of(program: MegakernelProgram, folder: Path) -> Scheme | None:
+    """The scheme of the checkpoint's quantised matrices; None if it has none. Raises UsageError."""
     scheme = load_scheme(folder)
-    quantised = any(part_of(buffer.source or buffer.name) is not None for buffer in program.buffers)
+    quantised = any(part_of(source_of(buffer)) is not None for buffer in program.buffers)
     if scheme is None and quantised:
         raise UsageError(
             f"bundle: the program's matrices are quantised, those of {str(folder)!r} are not; write a quantised "
@@ -124,18 +162,20 @@ def _layout_of(program: MegakernelProgram, folder: Path) -> str | None:
             f"bundle: the checkpoint {str(folder)!r} is quantised in the layout {scheme.layout}; bundles are of "
             f"{', '.join(LAYOUTS)}"
         )
-    return scheme.layout
+    return scheme
 
 
 def _check_parts(
-    weights: Sequence[Buffer], tensors: Mapping[str, Stored], names: Mapping[str, str], layout: str | None
-) -> None:
+    weights: Sequence[Buffer], tensors: Mapping[str, Stored], names: Mapping[str, str], layout: str | None,
+    pieces: Mapping[str, RowsTaken],
+) -> None:  # fmt: skip
     """Raises TensorError if a part of a quantised matrix does not have the program's type and shape."""
     for buffer in weights:
-        name = buffer.source or buffer.name
+        name = source_of(buffer)
         part = part_of(name)
         if part is not None and layout is not None:
-            stored(elements(tensors[names[name]], buffer, part, layout), buffer.dtype, tuple(buffer.shape), name)
+            found = elements(tensors[names[name]], buffer, part, layout, pieces.get(name))
+            stored(found, buffer.dtype, tuple(buffer.shape), name)
 
 
 def _known(tensor: Stored) -> dict[str, Any]:

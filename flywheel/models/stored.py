@@ -53,11 +53,18 @@ class StoredRows:
         """The canonical parts of a quantised matrix. Raises WeightsError as `check`."""
         self.check(len(stored[0]), own)
         codes, scales, zeros = stored
-        if own.rows is None:
+        shared = self.scales_of(own)
+        if shared is None:
             return self.of(codes), scales, zeros
-        heads = self.heads if own.rows == 1 else ()
-        shared = StoredRows(self.key, self.first // own.rows, -(-self.rows // own.rows), heads)
         return self.of(codes), shared.of(scales), None if zeros is None else shared.of(zeros)
+
+    def scales_of(self, own: WeightFormat) -> StoredRows | None:
+        """The place of its scales, or zero points, among those of the stored matrix; None where there is one for all.
+        """
+        if own.rows is None:
+            return None
+        heads = self.heads if own.rows == 1 else ()
+        return StoredRows(self.key, self.first // own.rows, -(-self.rows // own.rows), heads)
 
     def part_back(self, canonical: Parts, own: WeightFormat) -> Parts:
         """The parts of a canonical matrix with rows in the order in which they are stored."""
@@ -139,11 +146,6 @@ def _heads(spec: DecoderSpec, interleaved: bool) -> tuple[int, ...]:
     pairs += zip(others[: half - len(pairs)], others[half - len(pairs) :], strict=True)
     places = tuple([low for low, _ in pairs] + [high for _, high in pairs])
     return () if places == tuple(range(spec.head_dim)) else places
-
-
-def is_canonical(spec: DecoderSpec) -> bool:
-    """Whether a checkpoint of `spec` stores canonical weights."""
-    return all(key == piece.key and not piece.heads for key, piece in stored_tensors(spec).pieces.items())
 
 
 def canonical(spec: DecoderSpec, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, Final, get_type_hints
 
 import numpy as np
 
-from flywheel.ir import BufferKind, GpuTarget
+from flywheel.ir import Buffer, BufferKind, GpuTarget
 from flywheel.plan import KernelVariant
 from flywheel.plan.features import FEATURES as KNOWN
 from flywheel.vm.abi import STRUCTS, Layout, numpy_struct
@@ -71,6 +71,9 @@ def _members(kind: type) -> dict[str, Any]:
 FEATURES: Final = "features"
 """A member of kernel and variant that is only there where it is not empty."""
 
+PIECES: Final = "pieces"
+"""A member of weights that is only there where checkpoints store other tensors than programs read."""
+
 _FILE: Final = {"bytes": int, "sha256": str}
 _NUMBERS: Final = ("n_counters", "workspace_stride", "pass_blocks", "set_stride", "awaited_bytes")
 
@@ -96,6 +99,7 @@ _WANTED: Final[Mapping[str, Any]] = {
 _BUFFER: Final = {"id": int, "name": str, "kind": str, "dtype": str, "shape": list, "space": str}
 _CODED: Final = {"row": int, "coding": int, "scales": int, "group": int, "rows_per_scale": int}
 _TENSOR: Final = {"dtype": str, "shape": list, "samples": str}
+_PIECE: Final = {"tensor": str, "whole": int, "first": int, "heads": list}
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
@@ -119,11 +123,19 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     for place, coded in enumerate(manifest.get("coded", [])):
         _check(f"coded.{place}", coded, _CODED)
         _check_coded(f"coded.{place}", coded, len(manifest["buffers"]))
-    for name, tensor in manifest["weights"]["tensors"].items():
-        _check(f"weights.tensors.{name}", tensor, _TENSOR)
-        _check_each(f"weights.tensors.{name}.shape", tensor["shape"])
+    _check_weights(manifest["weights"])
     for name, about in manifest["files"].items():
         _check(f"files.{name}", about, _FILE)
+
+
+def _check_weights(weights: Mapping[str, Any]) -> None:
+    for name, tensor in weights["tensors"].items():
+        _check(f"weights.tensors.{name}", tensor, _TENSOR)
+        _check_each(f"weights.tensors.{name}.shape", tensor["shape"])
+    _check(f"weights.{PIECES}", weights.get(PIECES, {}), dict)
+    for name, piece in weights.get(PIECES, {}).items():
+        _check(f"weights.{PIECES}.{name}", piece, _PIECE)
+        _check_each(f"weights.{PIECES}.{name}.heads", piece["heads"])
 
 
 def _check_coded(where: str, coded: Mapping[str, Any], rows: int) -> None:
@@ -164,8 +176,7 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
     if buffer.nbytes >= _MOST:
         raise ValueError(f"{where} has {buffer.nbytes:,} bytes")
     if buffer.kind in WEIGHT_KINDS:
-        if (buffer.source or buffer.name) not in manifest["weights"]["tensors"]:
-            raise ValueError(f"{where} is no tensor of weights.tensors")
+        _check_source(manifest["weights"], buffer, where)
         if packed.buffers["layout"][row] not in _layouts_of(packed, row):
             raise ValueError(f"{where} has layout {packed.buffers['layout'][row]}, which it cannot have")
     elif buffer.kind is BufferKind.KV_CACHE:
@@ -173,6 +184,20 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
             raise ValueError(f"{where} has no {manifest['model']['context']} positions")
     elif not 0 <= arena.offsets.get(row, -1) <= arena.nbytes - buffer.nbytes:
         raise ValueError(f"{where} is not in the arena of {arena.nbytes} bytes")
+
+
+def _check_source(weights: Mapping[str, Any], buffer: Buffer, where: str) -> None:
+    name = buffer.source or buffer.name
+    piece = weights.get(PIECES, {}).get(name)
+    if (name if piece is None else piece["tensor"]) not in weights["tensors"]:
+        raise ValueError(f"{where} is no tensor of weights.tensors")
+    if piece is None:
+        return
+    rows, heads = buffer.shape[0] if buffer.shape else 0, piece["heads"]
+    if not rows or piece["first"] + rows > piece["whole"]:
+        raise ValueError(f"{where} is not within the {piece['whole']} rows of {piece['tensor']}")
+    if heads and (sorted(heads) != list(range(len(heads))) or rows % len(heads)):
+        raise ValueError(f"{where} has no heads of {len(heads)} rows, or its heads lack some")
 
 
 def _layouts_of(packed: PackedProgram, row: int) -> tuple[Layout, ...]:

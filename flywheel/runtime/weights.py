@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,9 +24,9 @@ from flywheel.ir import Buffer, DType
 from flywheel.ir.files import parse_json, read_text
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.plan.step import ABSENT
-from flywheel.runtime.manifest import WEIGHT_KINDS
+from flywheel.runtime.manifest import PIECES, WEIGHT_KINDS
 from flywheel.runtime.reading import Bundle
-from flywheel.vm.elements import bf16_bits, stored_type, values
+from flywheel.vm.elements import STORED, bf16_bits, stored_type, values
 from flywheel.vm.gpu.driver import Gpu, Memory
 from flywheel.vm.gpu.weights import ResidentWeights, put_weights
 
@@ -186,6 +186,26 @@ Part = Literal["codes", "scales", "zeros"]
 
 Array = npt.NDArray[Any]
 
+@dataclass(frozen=True, slots=True)
+class RowsTaken:
+    """The place of a program's weight in a tensor of the files that has more rows, or rows in another order."""
+
+    tensor: str
+    whole: int
+    """Rows of the tensor, as numbers of a program's buffer."""
+    first: int
+    heads: tuple[int, ...] = ()
+    """The stored place in a head of each of its rows; empty where these stand in order."""
+
+    def of(self, found: Array, buffer: Buffer) -> Array:
+        """The buffer's elements of those of the whole tensor, in the form of `vm.elements.stored`."""
+        rows = buffer.shape[0]
+        taken = found.reshape(self.whole, -1)[self.first : self.first + rows]
+        if self.heads:
+            taken = taken.reshape(-1, len(self.heads), taken.shape[1])[:, list(self.heads)]
+        return np.ascontiguousarray(taken).reshape(buffer.shape if buffer.dtype in STORED else -1)
+
+
 def part_of(name: str) -> Part | None:
     """The part of a quantised matrix that a state-dict name stands for; None for a weight that is not quantised."""
     return next((part for end, part in _PARTS.items() if name.endswith(f"{_WEIGHT}{end}")), None)
@@ -199,8 +219,24 @@ def stored_name(name: str, layout: str) -> str:
     return name.rpartition(_WEIGHT)[0] + _ENDS[layout][part]
 
 
-def elements(stored: Stored, buffer: Buffer, part: Part, layout: str) -> Array:
-    """A part of a quantised matrix in the form of `vm.elements.stored`. Raises WeightsError for a wrong size."""
+def elements(
+    stored: Stored, buffer: Buffer, part: Part | None, layout: str | None, piece: RowsTaken | None = None
+) -> Array:
+    """A weight, or a part of a quantised matrix, in the form of `vm.elements.stored`. Raises WeightsError for a wrong
+    size."""
+    whole = buffer if piece is None else replace(buffer, shape=(piece.whole, *buffer.shape[1:]))
+    if part is None or layout is None:
+        found = stored.elements(buffer.dtype)
+    else:
+        found = _coded_elements(stored, whole, part, layout)
+    if piece is None:
+        return found
+    if found.nbytes != whole.nbytes:
+        raise WeightsError(f"{buffer.name}: {list(stored.shape)} of {stored.dtype.name} are not {list(whole.shape)}")
+    return piece.of(found, buffer)
+
+
+def _coded_elements(stored: Stored, buffer: Buffer, part: Part, layout: str) -> Array:
     words = layout == "packed" and part != "scales"
     held = 8 * stored.data.size if words else prod(stored.shape)
     wanted = prod(buffer.shape) * ((4 if buffer.dtype is DType.I4 else 8) if words else 1)
@@ -251,21 +287,26 @@ def place_weights(
     aligned. Raises UsageError for an unknown `check`, WeightsError, and BundleError for other weights."""
     if check not in get_args(Check):
         raise UsageError(f"check: {check!r} is not one of {', '.join(get_args(Check))}")
-    known = bundle.manifest["weights"]["tensors"]
+    known, pieces = bundle.manifest["weights"]["tensors"], _pieces_of(bundle)
     find: Callable[[Buffer], int | npt.NDArray[Any]]
     if isinstance(weights, Path):
         stored = _known_tensors(bundle, weights, known, check)
-        find = partial(_from_files, stored, _parts_of(bundle), bundle.manifest["weights"].get("layout"))
+        layout = bundle.manifest["weights"].get("layout")
+        find = partial(_from_files, stored, _parts_of(bundle), layout, pieces)
     else:
         if bundle.packed.coded:
             raise BundleError(f"bundle {bundle.folder}: of quantised weights; give their checkpoint's directory")
-        _check_given(gpu, bundle, weights, known, check)
+        if any(piece.heads for piece in pieces.values()):
+            raise BundleError(
+                f"bundle {bundle.folder}: of rows that checkpoints store in another order; give their directory"
+            )
+        _check_given(gpu, bundle, weights, known, check, pieces)
+        find = partial(_from_device, weights, pieces)
         for buffer in bundle.packed.program.buffers:
             if buffer.kind in WEIGHT_KINDS:
-                address = weights[_name(buffer)].data_ptr()
+                address = find(buffer)
                 if address % _LOADS == 0:
-                    resident.borrow(_name(buffer), address)
-        find = partial(_from_device, weights)
+                    resident.borrow(source_of(buffer), address)
     put_weights(bundle.packed, resident, find)
 
 
@@ -283,20 +324,33 @@ def _parts_of(bundle: Bundle) -> dict[int, Part]:
     return found
 
 
+def _pieces_of(bundle: Bundle) -> dict[str, RowsTaken]:
+    """Name of a weight -> its place, where it is not a tensor of the files as it is."""
+    said = bundle.manifest["weights"].get(PIECES, {})
+    return {
+        name: RowsTaken(each["tensor"], each["whole"], each["first"], tuple(each["heads"]))
+        for name, each in said.items()
+    }
+
+
 def _from_files(
-    stored: Mapping[str, Stored], parts: Mapping[int, Part], layout: str | None, buffer: Buffer
-) -> npt.NDArray[Any]:
-    tensor, part = stored[_name(buffer)], parts.get(buffer.id)
-    if part is None or layout is None:
-        return tensor.elements(buffer.dtype)
-    return elements(tensor, buffer, part, layout)
+    stored: Mapping[str, Stored], parts: Mapping[int, Part], layout: str | None, pieces: Mapping[str, RowsTaken],
+    buffer: Buffer,
+) -> npt.NDArray[Any]:  # fmt: skip
+    piece = pieces.get(source_of(buffer))
+    tensor = stored[source_of(buffer) if piece is None else piece.tensor]
+    return elements(tensor, buffer, parts.get(buffer.id), layout, piece)
 
 
-def _from_device(weights: Mapping[str, DeviceTensor], buffer: Buffer) -> int:
-    return weights[_name(buffer)].data_ptr()
+def _from_device(weights: Mapping[str, DeviceTensor], pieces: Mapping[str, RowsTaken], buffer: Buffer) -> int:
+    piece = pieces.get(source_of(buffer))
+    if piece is None:
+        return weights[source_of(buffer)].data_ptr()
+    return weights[piece.tensor].data_ptr() + buffer.dtype.nbytes(piece.first * prod(buffer.shape[1:]))
 
 
-def _name(buffer: Buffer) -> str:
+def source_of(buffer: Buffer) -> str:
+    """The name of a buffer's weight."""
     return buffer.source or buffer.name
 
 
@@ -315,10 +369,13 @@ def _known_tensors(bundle: Bundle, folder: Path, known: Mapping[str, Any], check
 
 
 def _check_given(
-    gpu: Gpu, bundle: Bundle, weights: Mapping[str, DeviceTensor], known: Mapping[str, Any], check: Check
-) -> None:
+    gpu: Gpu, bundle: Bundle, weights: Mapping[str, DeviceTensor], known: Mapping[str, Any], check: Check,
+    pieces: Mapping[str, RowsTaken],
+) -> None:  # fmt: skip
     """Check tensors on the GPU as `_known_tensors` checks a checkpoint's. They must have the program's type."""
-    dtypes = {_name(each): each.dtype for each in bundle.packed.program.buffers if each.kind in WEIGHT_KINDS}
+    held = {name: piece.tensor for name, piece in pieces.items()}
+    buffers = [each for each in bundle.packed.program.buffers if each.kind in WEIGHT_KINDS]
+    dtypes = {held.get(source_of(each), source_of(each)): each.dtype for each in buffers}
     for name, dtype in dtypes.items():
         about, given = known[name], weights.get(name)
         shape = tuple(about["shape"])

@@ -74,6 +74,21 @@ def loaded(bundle: Path, weights: Any, on: EmulatedGpu | None = None, **asked: A
         yield decoder
 
 
+class Given:
+    """A tensor in the emulated GPU's memory, as torch's are in a GPU's."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.shape, self.nbytes, self.data_ptr = tensor.shape, tensor.nbytes, tensor.data_ptr
+
+
+def remade(manifest: dict[str, Any]) -> bytes:
+    """A bundle.json of a manifest, with its digest."""
+    from flywheel.runtime.manifest import manifest_digest
+
+    return json.dumps({**manifest, "digest": manifest_digest(manifest)}).encode()
+
+
 def tokens_of(decoder: flywheel.Decoder) -> list[list[int]]:
     """What follows each prompt, of all of them together."""
     found: list[list[int]] = [[] for _ in ASKED]

@@ -17,7 +17,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulator.bundles import ASKED, BATCH, CONTEXT, MADE, loaded, make_files, program_of, tokens_of, write_checkpoint
+from emulator.bundles import (
+    ASKED,
+    BATCH,
+    CONTEXT,
+    MADE,
+    Given,
+    loaded,
+    make_files,
+    program_of,
+    remade,
+    tokens_of,
+    write_checkpoint,
+)
 from emulator.gpu import EmulatedGpu, build_variant
 from emulator.sessions import emulated_session
 from safetensors.torch import load_file, save_file
@@ -28,7 +40,6 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.hf import load_spec
 from flywheel.models.sharding import shared_step
-from flywheel.runtime.manifest import manifest_digest
 from flywheel.runtime.reading import read_bundle
 from flywheel.runtime.sequences import GREEDY
 from flywheel.runtime.writing import bundle_files, write_folder
@@ -129,14 +140,6 @@ def test_a_tied_checkpoint_that_holds_only_the_head_is_bundled(tmp_path: Path) -
         assert tokens_of(decoder) == expected
 
 
-class Given:
-    """A tensor in the emulated GPU's memory, as torch's are in a GPU's."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.shape, self.nbytes, self.data_ptr = tensor.shape, tensor.nbytes, tensor.data_ptr
-
-
 def test_tensors_that_are_on_the_gpu_are_used_and_compared(bundle: Path, checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     with loaded(bundle, {name: Given(each) for name, each in tensors.items()}) as decoder:
@@ -212,10 +215,6 @@ def test_another_gpu_and_an_old_driver_are_refused(bundle: Path, checkpoint: Pat
     ):
         with pytest.raises(BundleError, match=words), loaded(bundle, str(checkpoint), gpu):
             pass
-
-
-def remade(manifest: dict[str, Any]) -> bytes:
-    return json.dumps({**manifest, "digest": manifest_digest(manifest)}).encode()
 
 
 def flipped(data: bytes) -> bytes:

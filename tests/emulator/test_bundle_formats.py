@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 from effort import sample
-from emulator.bundles import ASKED, CONTEXT, MADE, loaded, make_files, tokens_of
+from emulator.bundles import ASKED, CONTEXT, MADE, Given, loaded, make_files, remade, tokens_of
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from safetensors.torch import load_file, save_file
 
 from flywheel.decode.source import open_source
-from flywheel.errors import BundleError, UsageError
+from flywheel.errors import BundleError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.formats import parse_formats
 from flywheel.models.hf import load_spec
 from flywheel.models.packing import write_checkpoint
+from flywheel.models.stored import stored
 from flywheel.models.weights import random_weights
-from flywheel.runtime.manifest import manifest_digest
 from flywheel.runtime.sequences import GREEDY
 from flywheel.runtime.writing import write_folder
 from flywheel.tensors import TORCH_DTYPES
@@ -39,16 +39,33 @@ CONFIG = {
 BF16 = DType.BF16
 
 
-def quantised(folder: Path, text: str) -> Path:
+PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+GRANITE4 = {
+    "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0,
+    "layer_types": ["attention"], "position_embedding_type": "rope", "shared_intermediate_size": 384,
+    "attention_multiplier": 0.1, "attention_bias": True,
+}  # fmt: skip
+JOINED: dict[str, dict[str, Any]] = {
+    "phi3": PHI3, "phi3-partial": PHI3 | {"partial_rotary_factor": 0.5},
+    "glm": {"model_type": "glm", "architectures": ["GlmForCausalLM"], "pad_token_id": 0},
+    "granite4": GRANITE4,
+    "cohere": {"model_type": "cohere", "architectures": ["CohereForCausalLM"], "tie_word_embeddings": True},
+}  # fmt: skip
+"""Checkpoints that join matrices, give them other names, or store rows of heads in another order."""
+
+
+def quantised(folder: Path, text: str, **changes: Any) -> Path:
     """A checkpoint as `flywheel quantize` writes one."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = CONFIG | changes
+    (folder / "config.json").write_text(json.dumps(config))
     spec = load_spec(folder)
     weights = {name: each * 3 for name, each in random_weights(spec, 1, TORCH_DTYPES[BF16]).items()}
     if text == "bf16":
-        save_file(weights, str(folder / "model.safetensors"))
+        held = {name: each.contiguous() for name, each in stored(spec, weights).items()}
+        save_file(held, str(folder / "model.safetensors"))
     else:
-        write_checkpoint(folder, dict(CONFIG), spec, weights, parse_formats(text, "bf16"), BF16)
+        write_checkpoint(folder, config, spec, weights, parse_formats(text, "bf16"), BF16)
     return folder
 
 
@@ -88,6 +105,70 @@ def test_a_bundle_of_a_quantised_checkpoint_decodes_what_the_ordinary_path_does(
     with loaded(tmp_path / "bundle", str(folder), check="all") as decoder:
         assert tokens_of(decoder) == expected
     assert len({token for tokens in expected for token in tokens}) > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [*[(family, "bf16") for family in JOINED],
+     *sample([("phi3-partial", "int4-zeros"), ("glm", "fp8"), ("granite4", "int8"), ("phi3", "fp8-block"),
+              ("glm", "int4-zeros")], 3)],
+)  # fmt: skip
+def test_a_bundle_of_a_checkpoint_that_stores_other_matrices_decodes_what_the_ordinary_path_does(
+    family: str, text: str, tmp_path: Path
+) -> None:
+    heads = {"num_key_value_heads": 4} if text == "fp8-block" else {}
+    folder = quantised(tmp_path / "small", text, **JOINED[family] | heads)
+    write_folder(tmp_path / "bundle", make_files(folder, program_of(folder)))
+    expected = ordinary(folder)
+    with loaded(tmp_path / "bundle", str(folder), check="all") as decoder:
+        assert tokens_of(decoder) == expected
+    assert len({token for tokens in expected for token in tokens}) > 3
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A checkpoint that joins matrices, and the files of its bundle."""
+    folder = quantised(tmp_path_factory.mktemp("held") / "small", "bf16", **PHI3)
+    return folder, make_files(folder, program_of(folder))
+
+
+def test_joined_matrices_on_the_gpu_are_used_and_rows_in_another_order_refused(
+    joined: tuple[Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "bundle", joined[1])
+    given = {name: Given(each) for name, each in load_file(joined[0] / "model.safetensors").items()}
+    with loaded(tmp_path / "bundle", given) as decoder:
+        assert tokens_of(decoder) == ordinary(joined[0])
+    folder = quantised(tmp_path / "small", "bf16", **JOINED["glm"])
+    write_folder(tmp_path / "other", make_files(folder, program_of(folder)))
+    words = "of rows that checkpoints store in another order; give their directory"
+    with pytest.raises(BundleError, match=words), loaded(tmp_path / "other", given):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("tensor", "none", "is no tensor of weights.tensors"),
+        ("first", 512, r"is not within the 512 rows of model\.layers\.0\.self_attn\.qkv_proj\.weight"),
+        ("whole", 100, "is not within the 100 rows of"),
+        ("whole", 1000, r"are not \[1000, 256\]"),
+        ("first", -1, "first: -1 is not of int, or out of range"),
+        ("heads", [0, 2], "has no heads of 2 rows, or its heads lack some"),
+        ("heads", [0, 1, 2], "has no heads of 3 rows, or its heads lack some"),
+        ("heads", ["0"], "heads: '0' is not of int"),
+    ],
+)
+def test_what_a_bundle_misstates_of_its_pieces_is_named(
+    field: str, value: object, words: str, joined: tuple[Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "bundle", joined[1])
+    manifest = json.loads((tmp_path / "bundle" / "bundle.json").read_bytes())
+    manifest["weights"]["pieces"]["model.layers.0.self_attn.q_proj.weight"][field] = value
+    (tmp_path / "bundle" / "bundle.json").write_bytes(remade(manifest))
+    with pytest.raises((BundleError, WeightsError), match=words) as raised, loaded(tmp_path / "bundle", str(joined[0])):
+        pass
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("text", "block"), [("fp8-block", [128, 128]), ("fp8-tensor", None)])
@@ -158,7 +239,6 @@ def test_what_a_bundle_misstates_of_its_formats_is_named(
     for name in place[:-1]:
         part = part[name]
     part[place[-1]] = value
-    data = json.dumps({**manifest, "digest": manifest_digest(manifest)}).encode()
-    (tmp_path / "bundle" / "bundle.json").write_bytes(data)
+    (tmp_path / "bundle" / "bundle.json").write_bytes(remade(manifest))
     with pytest.raises(BundleError, match=words), loaded(tmp_path / "bundle", str(folder)):
         pass
