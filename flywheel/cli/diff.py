@@ -14,7 +14,7 @@ from flywheel.cli.exits import DIFFERENT
 from flywheel.cli.files import load_program
 from flywheel.cli.inspect import describe
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import cell, show, show_json, show_table
+from flywheel.cli.text import cell, pairs, show, show_json, show_table
 from flywheel.ir import MegakernelProgram, config_to_dict, program_to_dict
 from flywheel.report.layer import operation
 
@@ -22,6 +22,7 @@ TOTALS: Final = (
     "program_id", "tasks", "buffers", "counters", "waits", "work", "weight_bytes", "scratch_bytes", "depth",
     "predicted_us",
 )  # fmt: skip
+_NUMBERS: Final = (int, float)
 RECORDS: Final = ("tasks", "buffers", "counters", "pages", "buffers on pages")
 
 
@@ -113,15 +114,22 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def _show(document: Mapping[str, Any]) -> None:
-    rows = [
-        (section, name, _text(before), _text(after), _delta(before, after))
+    differing = [
+        (section, name, before, after)
         for section, names in document.items()
         if isinstance(names, Mapping)
         for name, (before, after) in names.items()
     ]
+    rows, words = [], []
+    for section, name, before, after in differing:
+        if all(value is None or type(value) in _NUMBERS for value in (before, after)):
+            rows.append((section, name, _text(before), _text(after), _delta(before, after)))
+        else:
+            words.append((f"{section} {name}", f"{_text(before)} -> {_text(after)}"))
     if rows:
-        show_table(("<", "<", "A", "B", "B - A"), rows)
-    else:
+        show_table(("<", "<!", "A", "B", "?B - A"), rows)
+    show(*pairs(words, indent=""))
+    if not differing:
         show("the same but for the order of records")
 
 
@@ -131,9 +139,8 @@ def _text(value: object) -> str:
     return f"{value:,.1f}" if isinstance(value, float) else cell(value)
 
 
-def _delta(before: object, after: object) -> str:
-    numbers = (int, float)
-    if not isinstance(before, numbers) or not isinstance(after, numbers) or isinstance(before, bool):
+def _delta(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
         return ""
     delta = after - before
     return f"{delta:+,.1f}" if isinstance(delta, float) else f"{delta:+,}"

@@ -86,3 +86,18 @@ def test_a_number_that_json_lacks_is_null_and_equals_itself(run: Run, program: P
     assert (result.exit_code, json.loads(result.stdout)["meta"]) == (1, {"odd": [None, None]})
     assert run("diff", "nan.json", "nan.json").stdout == "same\n"
     assert json.loads(run("inspect", "nan.json", "--json").stdout)["meta"]["odd"] is None
+
+
+def test_lines_fit_a_terminal_and_nothing_is_cut(
+    run: Run, program: Path, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = json.loads(Path(other).read_text(encoding="utf-8"))
+    document["meta"] |= {"note": "long " * 60, "words": [1] * 90}
+    Path("long.json").write_text(json.dumps(document), encoding="utf-8")
+    monkeypatch.setattr("flywheel.cli.text.on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("diff", str(program), "long.json").stdout.replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines).split()).count("long long") >= 29
+    assert any(line.split()[:2] == ["totals", "predicted_us"] for line in lines)
+    assert "…" not in "".join(lines)
