@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flywheel.models.families import FAMILIES
 from flywheel.models.hf import load_spec
-from flywheel.models.stored import stored
+from flywheel.models.quantise import matrix_keys
+from flywheel.models.spec import LAYER_WEIGHT_KEYS
+from flywheel.models.stored import stored, stored_tensors
 from flywheel.models.weights import random_weights
 
 WRITTEN: Final = Path(__file__).parent / "models" / "quantised"
@@ -22,6 +25,7 @@ WRITTEN: Final = Path(__file__).parent / "models" / "quantised"
 
 PACKAGES: Final = sorted(each.name for each in WRITTEN.iterdir())
 CONFIG: Final = json.loads((WRITTEN / "w4a16" / "config.json").read_text())
+KIND: Final = "attention"
 LEAST, MOST = 0.001, 0.1
 """Scales are between."""
 
@@ -34,6 +38,18 @@ Matrix = tuple[dict[str, Tensor], Floats]
 def described(**changes: Any) -> dict[str, Any]:
     """A model's config.json."""
     return {**CONFIG, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, **changes}
+
+
+def of_family(family: str) -> dict[str, Any]:
+    """What makes a model's config.json one of a family."""
+    rules = FAMILIES[family]
+    activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(rules.activation, rules.activation)
+    usual = {
+        "model_type": family, "architectures": [rules.architecture], "pad_token_id": 0, "head_dim": 32,
+        "num_key_value_heads": 4, rules.activation_field: activation,
+    }  # fmt: skip
+    dense = {"num_local_experts": 0, "layer_types": [KIND] * CONFIG["num_hidden_layers"], rules.intermediate: 256}
+    return usual | (dense if family == "granitemoehybrid" else {})
 
 
 def words(numbers: Ints, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -159,8 +175,10 @@ def write(folder: Path, kind: str, group: int = 32, **changes: Any) -> dict[str,
     spec, chance = load_spec(folder), np.random.default_rng(7)
     tensors: dict[str, Tensor] = {}
     meant: dict[str, Floats] = {}
+    pieces = stored_tensors(spec).pieces
+    coded = {pieces[name].key for role, name in matrix_keys(spec) if role in LAYER_WEIGHT_KEYS}
     for key, tensor in stored(spec, random_weights(spec, 3)).items():
-        if not key.endswith("_proj.weight"):
+        if key not in coded:
             tensors[key] = tensor
             continue
         parts, meant[key] = make(chance, *tensor.shape, *sized.values())

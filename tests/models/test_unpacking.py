@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import GPTQ, INT8, KINDS, PACKAGES, WRITTEN, described, write
+from checkpoints import GPTQ, INT8, KINDS, PACKAGES, WRITTEN, described, of_family, write
+from effort import pairs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,13 +23,19 @@ from flywheel.errors import UnsupportedModelError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType
 from flywheel.judge.verdicts import default_positions, make_oracle, verify
 from flywheel.lowering.lower import lower
+from flywheel.models.families import FAMILIES
 from flywheel.models.formats import parse_formats
-from flywheel.models.hf import load_scheme, load_spec
-from flywheel.models.quantise import matrix_of
+from flywheel.models.hf import load_scheme, load_spec, spec_from_config
+from flywheel.models.packing import write_checkpoint
+from flywheel.models.quantise import matrix_of, quantised
 from flywheel.models.schemes import read_scheme
+from flywheel.models.stored import stored_tensors
 from flywheel.models.weights import checkpoint_tensors, random_weights
 from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
+
+WRITTEN_HERE = ("fp8", "fp8-block", "int8", "int8-zeros", "int4-g32", "int4-g32-zeros")
+"""Formats of `flywheel quantize`, but for one scale a matrix, which joined matrices cannot have."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,6 +49,31 @@ def test_a_checkpoint_means_what_its_format_is_described_to_mean(kind: str, tmp_
         found = matrix_of(weights, key, torch.float64)
         assert found is not None
         np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("family", "kind"), pairs(FAMILIES, KINDS))
+def test_every_family_reads_every_kind(family: str, kind: str, tmp_path: Path) -> None:
+    meant = write(tmp_path, kind, **of_family(family))
+    source = open_source(str(tmp_path))
+    weights = source.weights(DType.BF16, 0, formats=source.formats(DType.BF16))
+    checked = {key: piece for key, piece in stored_tensors(source.spec).pieces.items() if piece.key in meant}
+    assert {piece.key for piece in checked.values()} == meant.keys()
+    for key, piece in checked.items():
+        found = matrix_of(weights, key, torch.float64)
+        assert found is not None
+        np.testing.assert_allclose(found.numpy(), piece.of(torch.from_numpy(meant[piece.key])).numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("family", "text"), pairs(FAMILIES, WRITTEN_HERE))
+def test_every_family_is_written_and_read_in_every_format(family: str, text: str, tmp_path: Path) -> None:
+    config = {name: value for name, value in described(**of_family(family)).items() if name != "quantization_config"}
+    spec, formats = spec_from_config(config, family), parse_formats(text, "bf16")
+    weights = random_weights(spec, 1)
+    write_checkpoint(tmp_path, config, spec, weights, formats, DType.BF16)
+    read = open_source(str(tmp_path)).weights(DType.BF16, 0, formats=formats)
+    wanted = quantised(spec, weights, formats, DType.BF16)
+    assert read.keys() == wanted.keys()
+    assert all(torch.equal(read[key].view(torch.uint8), each.view(torch.uint8)) for key, each in wanted.items())
 
 
 @pytest.mark.parametrize("name", PACKAGES)
