@@ -257,7 +257,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "scales", note="operand ref of a scale for each row of the matrix, and 1 more; else 0"),
             Field("int32_t", "rows", note="activation rows, M: of x and of the result"),
             Field("int32_t", "kblocks", note="fragments of K, or of a slice of it"),
-            Field("int32_t", "beside", note="slices of the operand that lie side by side"),
+            Field("int32_t", "unused"),
             Field("int32_t", "row_chunks", note="partials of a row block, at most"),
             Field("int16_t", "epilogue", note="Epilogue"),
             Field("int16_t", "epilogue_arg", note="operand ref"),
@@ -321,7 +321,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "row_chunks"),
             Field("int32_t", "rows", note="activation rows, M"),
             Field("uint32_t", "flags", note="SegmentFlag"),
-            Field("int32_t", "x_kblocks", note="fragments of the staged operand before the slice"),
+            Field("int32_t", "unused", note="whole groups of 16 bytes"),
             Field("int32_t", "slice_chunks", note="chunks of each slice of K, where they are in one segment; else 0"),
         ),
         "amk_report_t": (

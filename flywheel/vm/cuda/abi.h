@@ -275,7 +275,7 @@ struct amk_product_t {
   int32_t scales;  // operand ref of a scale for each row of the matrix, and 1 more; else 0
   int32_t rows;  // activation rows, M: of x and of the result
   int32_t kblocks;  // fragments of K, or of a slice of it
-  int32_t beside;  // slices of the operand that lie side by side
+  int32_t unused;
   int32_t row_chunks;  // partials of a row block, at most
   int16_t epilogue;  // Epilogue
   int16_t epilogue_arg;  // operand ref
@@ -284,7 +284,7 @@ static_assert(sizeof(amk_product_t) == 24, "amk_product_t");
 FW_ASSERT_OFFSET(amk_product_t, scales, 0);
 FW_ASSERT_OFFSET(amk_product_t, rows, 4);
 FW_ASSERT_OFFSET(amk_product_t, kblocks, 8);
-FW_ASSERT_OFFSET(amk_product_t, beside, 12);
+FW_ASSERT_OFFSET(amk_product_t, unused, 12);
 FW_ASSERT_OFFSET(amk_product_t, row_chunks, 16);
 FW_ASSERT_OFFSET(amk_product_t, epilogue, 20);
 FW_ASSERT_OFFSET(amk_product_t, epilogue_arg, 22);
@@ -397,7 +397,7 @@ struct amk_segment_t {
   int32_t row_chunks;
   int32_t rows;  // activation rows, M
   uint32_t flags;  // SegmentFlag
-  int32_t x_kblocks;  // fragments of the staged operand before the slice
+  int32_t unused;  // whole groups of 16 bytes
   int32_t slice_chunks;  // chunks of each slice of K, where they are in one segment; else 0
 };
 static_assert(sizeof(amk_segment_t) == 48, "amk_segment_t");
@@ -410,7 +410,7 @@ FW_ASSERT_OFFSET(amk_segment_t, chunk_kblocks, 24);
 FW_ASSERT_OFFSET(amk_segment_t, row_chunks, 28);
 FW_ASSERT_OFFSET(amk_segment_t, rows, 32);
 FW_ASSERT_OFFSET(amk_segment_t, flags, 36);
-FW_ASSERT_OFFSET(amk_segment_t, x_kblocks, 40);
+FW_ASSERT_OFFSET(amk_segment_t, unused, 40);
 FW_ASSERT_OFFSET(amk_segment_t, slice_chunks, 44);
 
 struct amk_report_t {

@@ -27,9 +27,9 @@ __device__ __forceinline__ void forget_other_set(const Block& block, int thread)
 // Where a warp is among the slices of a segment, which are staged one after the other; of one that has none, at the only one.
 template <typename P> struct SliceWalk {
     static constexpr bool HAS_SLICES = FW_ROWS > 1;  // as `merges` in plan/chunks.py has it
-    int offset, kblocks, end = 1 << 30;  // where fragment 0 would be staged, fragments of the slice, the chunk behind it
+    int offset = 0, kblocks, end = 1 << 30;  // where fragment 0 would be staged, fragments of the slice, the chunk behind it
     __device__ __forceinline__ SliceWalk(const SegmentWord& word, const MatrixSegment& segment)
-        : offset(segment.x_kblocks), kblocks(P::x_fragments(segment)) {
+        : kblocks(P::x_fragments(segment)) {
         const int chunks = HAS_SLICES ? word.slice_chunks() : 0;
         if (chunks == 0) return;
         end = chunks;

@@ -5,7 +5,7 @@
 
 // What a warp needs of a segment all the time.
 struct MatrixSegment {
-    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags, x_kblocks;
+    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags;
     __device__ __forceinline__ int format() const { return flags >> FW_FORMAT_SHIFT & FW_FORMAT_MASK; }
     __device__ __forceinline__ int blocks(int chunk) const { return min(chunk_kblocks, kblocks - chunk * chunk_kblocks); }
 };
@@ -23,7 +23,7 @@ struct SegmentWord {
 #define FW_WORD(field) at(reinterpret_cast<uint64_t>(&static_cast<const amk_segment_t*>(nullptr)->field))
     __device__ __forceinline__ MatrixSegment segment() const {
         return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
-                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags),   FW_WORD(x_kblocks)};
+                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags)};
     }
     __device__ __forceinline__ int slice_chunks() const { return FW_WORD(slice_chunks); }
 #undef FW_WORD

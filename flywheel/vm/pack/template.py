@@ -164,7 +164,7 @@ def _fill(row: np.void, step: PlannedStep, form: Form) -> None:
 def _fill_product(product: np.void, step: PlannedStep, rows: int, row_chunks: int) -> None:
     if step.coded is not None and step.coded.coding.placement is ScalePlacement.ROWS:
         product["scales"] = step.coded.scales + 1
-    product["rows"], product["kblocks"], product["beside"] = rows, -(-step.depth // FRAGMENT_K), 1
+    product["rows"], product["kblocks"] = rows, -(-step.depth // FRAGMENT_K)
     product["row_chunks"] = row_chunks
     product["epilogue"], product["epilogue_arg"] = step.epilogue, step.other
 

@@ -106,7 +106,7 @@ struct QuickUnit {
 // Takes over what the matrix warps multiply, from row block `done` on: all of it, or where slices have to be staged again for
 // each pass, the next one. Says whether the launch goes on, and in `summed` whether each lane adds the other rank's shard
 // to its own.
-__device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
+__device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool keeps_best, BestSeen& best,
                                           int& pass, int& done, bool& summed) {
     const Operand out = vm.out(step);
     const int epilogue = step.as.product.epilogue, rows = product_rows(step.as.product.rows);
@@ -129,6 +129,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
     const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS FW_IS_QUICK(epilogue);
     const int slot_pitch = rows * PARTIAL_ROWS;
     int first_column = (n_off / 16 + done) * 16 - n_off, left = (n_off + n_tile + 15) / 16 - n_off / 16 - done;
+    if (step.as.product.kblocks * 16 < step.params.K) left = min(left, pass_blocks);  // K in slices
 #pragma unroll 1
     for (; left > 0; left -= pass_blocks) {
         const int units = min(pass_blocks, left) * rows;
@@ -204,7 +205,6 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         pass++;
         done += pass_blocks;
         first_column += pass_blocks * 16;
-        if (streams) break;
     }
     return true;
 }
@@ -212,14 +212,13 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
 FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     int stagings = vm.block().stagings, pass = vm.block().passes, done = 0;
     const bool stages = !(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task());
-    const bool streams = step.as.product.beside * step.as.product.kblocks * 16 < step.params.K;
     const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
     BestSeen best;
     bool summed = false;
     do {
         if (stages) stagings = announce_x(vm, step, stagings);
-        if (!take_over(vm, step, streams, keeps_best, best, pass, done, summed)) return;
-    } while (streams && done * 16 < vm.n_off(step) % 16 + vm.n_tile(step));
+        if (!take_over(vm, step, keeps_best, best, pass, done, summed)) return;
+    } while (done * 16 < vm.n_off(step) % 16 + vm.n_tile(step));
     if (keeps_best) best.keep(vm);
     if (vm.thread() == 0) {  // which everyone read before the barrier of the first pass
         vm.block().passes = pass;

@@ -1,25 +1,24 @@
 // How the vector warps stage a product's operand: x is [rows][x_stride] at the start of the staging area, zero behind K. Where K comes
-// in slices, each is announced as soon as it is staged: `beside` of them lie side by side, and each further one takes the place of
-// one that is multiplied.
+// in slices, each is announced as soon as it is staged, and takes the place of the one before it once that is multiplied.
 #pragma once
 
 #include "../vm.cuh"
 
 constexpr int STAGE_LOADS = 4;  // in flight, a thread
 
-// A slice of x, in K fragments from `first` on, on its way to a place in shared memory. Sizes in elements.
+// A slice of x, in K fragments from `first` on, on its way to shared memory. Sizes in elements.
 struct XSlice {
     const element_t* source;
     element_t* staged;
     int pitch, depth, padded, stride;
     bool first, awaited;
-    __device__ __forceinline__ XSlice(Vm vm, const amk_step_t& step, int its_first, int place) : first(its_first == 0) {
+    __device__ __forceinline__ XSlice(Vm vm, const amk_step_t& step, int its_first) : first(its_first == 0) {
         const Operand& x = vm.arg(step, 0);
         pitch = step.params.K;
         const int start = its_first * 16, kblocks = min(step.as.product.kblocks, (pitch + 15) / 16 - its_first);
         source = reinterpret_cast<const element_t*>(x.ptr) + start;
         const int rows = product_rows(step.as.product.rows);
-        staged = reinterpret_cast<element_t*>(vm.block().staging()) + place * rows * x_stride(step.as.product.kblocks, rows);
+        staged = reinterpret_cast<element_t*>(vm.block().staging());
         padded = kblocks * 16;
         depth = min(pitch - start, padded);
         stride = x_stride(kblocks, rows);
@@ -146,14 +145,11 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
     if (FW_ROWS != 1 && packed && product_rows(step.as.product.rows) > 1) {
         return announce_rows<FW_ROWS == 0 ? FW_MAX_ROWS : FW_ROWS>(vm, step, round);
     }
-    int place = 0, left = step.as.product.beside;  // places that nothing was staged in
 #pragma unroll 1
-    for (int first = 0; first * 16 < step.params.K; first += step.as.product.kblocks, left--, place++, round++) {
-        if (place == step.as.product.beside) place = 0;
-        const int before = round - step.as.product.beside;
-        uint64_t* const read = &vm.block().x_read[before % X_ROUNDS];
-        if (left <= 0 && !warp_barrier_wait(read, before / X_ROUNDS & 1, &vm.block().aborted)) break;
-        const XSlice x(vm, step, first, place);
+    for (int first = 0; first * 16 < step.params.K; first += step.as.product.kblocks, round++) {
+        uint64_t* const read = &vm.block().x_read[(round - 1) % X_ROUNDS];
+        if (first > 0 && !warp_barrier_wait(read, (round - 1) / X_ROUNDS & 1, &vm.block().aborted)) break;
+        const XSlice x(vm, step, first);
         if (packed) {
             stage_row(vm, x);
         } else {
