@@ -146,6 +146,7 @@ def followed(session: DecodeSession, prompt: list[int], answer: list[int]) -> tu
         assert isinstance(sequences, SteppedSequences)
         known = sequences._session = Known(sequences._session, [*prompt, *answer])
         sequences.join(0, prompt, len(prompt) + len(answer) - 1, GREEDY, reuse=False)
+        sequences._read()
         settle()
         start = time.perf_counter()
         heard = [made.token for made in drained(sequences)]
@@ -163,6 +164,7 @@ def own_text(
     assert isinstance(sequences, SteppedSequences)
     known = sequences._session = Known(sequences._session, ())
     sequences.join(0, prompt, positions, sampling, reuse=False)
+    sequences._read()
     settle()
     start = time.perf_counter()
     heard = [made.token for made in drained(sequences)]

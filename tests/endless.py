@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from flywheel.errors import UsageError
+from flywheel.runtime.sequences import PromptRead
 
 
 class Endless:
     """A decoder, and its answers, which never end."""
 
     name, schedule, context, max_sequences, notes = "m", "none", 8, 1, ()
-    prompt_tokens, finish, reused_tokens = 2, None, 0
+    prompt_tokens, finish, prompt_read = 2, None, PromptRead(0, 0)
 
     def __enter__(self) -> Self:
         return self

@@ -23,6 +23,8 @@ from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.granules import Granules
 
+_SIDES: Final = 2
+"""Keys and values."""
 _COMPARED: Final = 2**28  # elements compared at a time, to limit memory
 _WORDS: Final = {2: torch.int16, 4: torch.int32}
 """Size of a float in bytes -> an integer type of that size."""
@@ -37,6 +39,10 @@ class Caches(Protocol):
     @property
     def device(self) -> torch.device:
         """The device that holds them."""
+
+    @property
+    def lanes(self) -> int:
+        """Positions of a row without a sequence that each launch overwrites, from 0 on."""
 
     @property
     def held_bytes(self) -> int:
@@ -73,12 +79,12 @@ class Caches(Protocol):
     def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values before position `stop` of one layer of a sequence: views [n_kv_heads, stop, head_dim]."""
 
-    def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """Copy the first `length` positions of sequence `source` to `row`, if it is another one; then put `first` in
-        place of the row's first positions."""
+    def save(self, row: int, start: int, stop: int, layers: range | None = None) -> Tensor:
+        """Copies of positions `start` to `stop` - 1 of a sequence, of some layers or all, on `device`: [positions,
+        layers, 2, n_kv_heads, head_dim]."""
 
-    def first(self, row: int) -> Tensor:
-        """A copy of a sequence's first positions, which a launch overwrites while the row is free."""
+    def load(self, row: int, start: int, saved: Tensor, first_layer: int = 0) -> None:
+        """Write what `save` gave to positions from `start` on, and to layers from `first_layer` on."""
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """Replace all of sequence `row` by copies of `layers`. Positions after them hold nothing.
@@ -119,7 +125,8 @@ class KvCaches:
         granules: Granules | None = None,
         lanes: int = 1,
     ) -> None:
-        self._spec, self._context, self._batch, self._lanes = spec, context, batch, lanes
+        self._spec, self._context, self._batch = spec, context, batch
+        self.lanes: Final = lanes
         self._device = torch.device(device)
         row = (spec.n_layers, 2, spec.n_kv_heads, context, 1, spec.head_dim)
         self._growing: GrowingMemory | None = None
@@ -196,25 +203,36 @@ class KvCaches:
         stop = self._context if self._growing is None else self._growing.reach[row]
         self._rows[:, :, row, :, start:stop].fill_(torch.nan)
 
+    def rows(self, layer: int, side: int, row: int) -> Tensor:
+        """A view of the keys (side 0) or values (1) of one layer of a sequence, [context, n_kv_heads, head_dim]. Its
+        strides are the layout's."""
+        return self._rows[layer, side, row, :, :, 0].transpose(0, 1)
+
     def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """See `Caches.append`."""
         for side, new in enumerate((keys, values)):
-            self._rows[layer, side, row, :, start : start + len(new), 0] = new.transpose(0, 1)
+            self.rows(layer, side, row)[start : start + len(new)] = new
 
     def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
         """See `Caches.seen`."""
-        keys, values = self._rows[layer, :, row, :, :stop, 0]
+        keys, values = (self.rows(layer, side, row)[:stop].transpose(0, 1) for side in range(_SIDES))
         return keys, values
 
-    def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """See `Caches.copy`."""
-        if source != row:
-            self._rows[:, :, row, :, :length].copy_(self._rows[:, :, source, :, :length])
-        self._rows[:, :, row, :, : self._lanes].copy_(first)
+    def save(self, row: int, start: int, stop: int, layers: range | None = None) -> Tensor:
+        """See `Caches.save`."""
+        some = range(self._spec.n_layers) if layers is None else layers
+        shape = (stop - start, len(some), _SIDES, self._spec.n_kv_heads, self._spec.head_dim)
+        saved = torch.empty(shape, dtype=self._rows.dtype, device=self._rows.device)
+        for place, layer in enumerate(some):
+            for side in range(_SIDES):
+                saved[:, place, side] = self.rows(layer, side, row)[start:stop]
+        return saved
 
-    def first(self, row: int) -> Tensor:
-        """See `Caches.first`."""
-        return self._rows[:, :, row, :, : self._lanes].clone()
+    def load(self, row: int, start: int, saved: Tensor, first_layer: int = 0) -> None:
+        """See `Caches.load`."""
+        for place in range(saved.shape[1]):
+            for side in range(_SIDES):
+                self.rows(first_layer + place, side, row)[start : start + len(saved)] = saved[:, place, side]
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """See `Caches.write`."""

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from flywheel.ir import NO_TOKEN
 from flywheel.runtime.sequences import MOST_LIKELY, Logprobs, Sampling
+from flywheel.tensors import sent
 
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd number whose multiples differ in all bits, so that neighbouring seeds draw independent numbers."""
@@ -62,7 +63,7 @@ class Choices:
         warmth = 1.0 if sampling.is_greedy else sampling.temperature
         self._set(row, warmth, sampling.top_p, least, sampling.repetition_penalty, sampling.is_greedy, True)
         self._seen[row] = False
-        self._seen[row, torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
+        self._seen[row, sent(prompt, self._device)] = True
         self._noise[row] = 1.0
 
     def free(self, row: int) -> None:

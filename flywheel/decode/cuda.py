@@ -26,9 +26,9 @@ from flywheel.decode.interface import (
     places_of,
     read_interface,
 )
-from flywheel.decode.memory import within_memory
 from flywheel.decode.on_gpu import ModelOnGpu, granules_of, moved, torch_device
-from flywheel.decode.prompts import Prefill
+from flywheel.decode.prefixes import Prefixes
+from flywheel.decode.prompts import Prefill, Reading
 from flywheel.decode.queued import QueuedRows, QueuedSequences, decode_ahead
 from flywheel.decode.sequences import SteppedSequences, stream_by_lanes
 from flywheel.decode.session import (
@@ -42,7 +42,7 @@ from flywheel.decode.session import (
 )
 from flywheel.decode.shared_caches import SharedCaches
 from flywheel.decode.source import Weights
-from flywheel.errors import GpuMemoryError, InvalidProgramError, NoGpuError, TensorError
+from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
 from flywheel.ir import DType, MegakernelProgram, validate
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.models.oracle import LayerCache
@@ -273,14 +273,19 @@ class CudaSession:
         check_prompt(self.spec, self.context, token_ids)
         self._prefill(token_ids, self.caches, row, start)
 
+    def reading(self, token_ids: Sequence[int], caches: Caches, row: int, start: int) -> Reading:
+        """See `Stepped.reading`."""
+        return self._prefill.begin(token_ids, caches, row, start)
+
     def sequences(self) -> QueuedSequences | SteppedSequences:
         """Sequences that decode together. Their launches are queued ahead, unless the program decodes draft tokens.
         Until they are closed, nothing else may use the session. Raises GpuMemoryError."""
         self._prepare([0] * (self.batch * self.lanes), [0] * self.batch)
         if self.lanes > 1:
             return self._stepped()
-        rows = QueuedRows(self.loaded, self.caches, self.batch, self._limit_s, self.explain)
-        return QueuedSequences(rows, self.caches, self._prefill, self.spec, self.context, self.batch)
+        prefixes = Prefixes(self.caches)
+        rows = QueuedRows(self.loaded, self.caches, self.batch, self._limit_s, self.explain, prefixes.hold)
+        return QueuedSequences(rows, self.caches, prefixes, self.reading, self.spec, self.context)
 
     def _stepped(self) -> SteppedSequences:
         assert isinstance(self.loaded, LoadedProgram)  # ranks have one lane
@@ -443,15 +448,9 @@ class AwaitedLaunches:
         """Free its memory."""
         self._undo.close()
 
-    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """See `DecodeSession.prefill`. Raises GpuMemoryError if the prompt's activations do not fit even after the
-        caches of ended sequences are freed."""
-        what, work = f"prompt of {len(token_ids) + 1} tokens", partial(self._session.prefill, token_ids, row, start)
-        try:
-            within_memory(what, work)
-        except GpuMemoryError:
-            self.caches.give_back()
-            within_memory(what, work)
+    def reading(self, token_ids: Sequence[int], caches: Caches, row: int, start: int) -> Reading:
+        """See `Stepped.reading`."""
+        return self._session.reading(token_ids, caches, row, start)
 
     def explain(self, text: Sequence[int]) -> str:
         """See `runtime.sequences.Explain`."""

@@ -1,5 +1,4 @@
-"""Prompts: torch reads a whole one at once and writes the KV-cache rows that single steps would have written; a prefix
-that another row's cache holds is copied instead."""
+"""Prompts: torch reads one, in pieces, and writes the KV-cache rows that single steps would have written."""
 
 from __future__ import annotations
 
@@ -31,19 +30,16 @@ from flywheel.models.forward import (
 from flywheel.models.graph import codes_of
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import DecoderSpec, model_weight_key
-from flywheel.tensors import all_finite, compute_type
+from flywheel.tensors import compute_type, sent
 
-CHUNK: Final = 4096
-"""Tokens that are read at a time; limits the memory of activations."""
+CHUNK: Final = 2048
+"""Tokens that pass through a layer at a time; limits the memory of activations, and the time of the shortest piece."""
 
 PIECE: Final = 512
 """Tokens that attend at a time in a layer with a window; limits the rows that some of them do not see."""
 
 _BACKENDS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention backends, without cuDNN, which plans for 60 ms for each new prompt length."""
-
-LEAST: Final = 16
-"""Shortest shared prefix, in tokens, that is worth copying."""
 
 _K = InstructionKind
 _JOINED: Final = frozenset({_K.ROPE})
@@ -84,28 +80,36 @@ class Prefill:
         if table.is_cuda:
             _mask_of_last(1, 2)  # imports now what a prompt would wait for
 
-    @torch.no_grad()
     def __call__(self, token_ids: Sequence[int], caches: Caches, row: int = 0, start: int = 0) -> None:
-        """Write positions `start` to len(token_ids) - 1 of sequence `row`. Positions before `start` must be cached;
-        later ones are forgotten.
+        """Write positions `start` to len(token_ids) - 1 of sequence `row` at once. Positions before `start` must be
+        cached; later ones are forgotten.
 
         The caller has checked the tokens and that they fit, and no launch is running. Raises CacheMemoryError.
         """
         caches.hold(row, len(token_ids) + 1, may_take=True)
-        caches.forget(row, start)
-        tokens = torch.tensor(token_ids, device=self._device)
-        with sdpa_kernel(_BACKENDS):
-            for first in range(start, len(tokens), CHUNK):
-                self._forward(tokens[first : first + CHUNK], first, caches, row)
+        reading = self.begin(token_ids, caches, row, start)
+        while not reading.is_done:
+            reading.read(reading.layers)
 
-    def _forward(self, tokens: Tensor, start: int, caches: Caches, row: int) -> None:
-        """Read tokens [S] at positions from `start` on. All earlier positions are cached."""
+    def begin(self, token_ids: Sequence[int], caches: Caches, row: int, start: int) -> Reading:
+        """Begin what a call does at once. The row has its memory. The host waits for nothing."""
+        return Reading(self, sent(token_ids, self._device), caches, row, start)
+
+    @property
+    def depth(self) -> int:
+        """The number of layers."""
+        return len(self._layers)
+
+    def enter(self, tokens: Tensor, start: int, caches: Caches, row: int) -> tuple[_Chunk, Tensor]:
+        """What `through` takes for tokens [S] at positions from `start` on: the residual stream [S, hidden] is that
+        before the first layer."""
         positions = torch.arange(start, start + len(tokens), device=tokens.device)
         turns = {key: rope_turns(positions, each) for key, each in self._turning.items()}
-        chunk = _Chunk(caches, row, start, turns)
-        x = PLAIN[_K.EMBED](self._embed, [tokens], [self._table])
-        for layer in range(len(self._layers)):
-            x = self._run(layer, x, chunk).get("x_out", x)
+        return _Chunk(caches, row, start, turns), PLAIN[_K.EMBED](self._embed, [tokens], [self._table])
+
+    def through(self, layer: int, x: Tensor, chunk: _Chunk) -> Tensor:
+        """The residual stream [S, hidden] after a layer. All positions before the chunk are cached."""
+        return self._run(layer, x, chunk).get("x_out", x)
 
     def _run(self, layer: int, x: Tensor, chunk: _Chunk) -> dict[str, Tensor]:
         """Run a layer on the residual stream x [S, hidden]."""
@@ -136,6 +140,65 @@ class Prefill:
         matrix = matrix_of(self._weights, key)
         assert matrix is not None
         return matrix.to(self._dtype)
+
+
+class Reading:
+    """A prompt on its way into the caches of a row: chunk after chunk of CHUNK tokens, each through layer after layer.
+
+    A piece is some layers of a chunk. What is computed, bit for bit, does not depend on where pieces end. Launches
+    between two pieces overwrite the row's first positions, so a copy of those is kept and put back.
+    """
+
+    def __init__(self, prefill: Prefill, tokens: Tensor, caches: Caches, row: int, start: int) -> None:
+        """`tokens` [T] are the whole text, of which the caches hold the positions before `start`."""
+        self._prefill, self._tokens, self._caches, self._row = prefill, tokens, caches, row
+        self._next = start
+        self._layer = 0  # the next one
+        self._whole = 0  # layers of whole pieces
+        self._chunk: tuple[_Chunk, Tensor] | None = None
+        self._first: Tensor | None = None
+        caches.forget(row, start)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the caches hold all of the text."""
+        return self._next >= len(self._tokens)
+
+    @property
+    def layers(self) -> int:
+        """Layers that the chunk has not passed."""
+        return self._prefill.depth - self._layer
+
+    @property
+    def length(self) -> int:
+        """Tokens of the chunk."""
+        return min(CHUNK, len(self._tokens) - self._next)
+
+    @torch.no_grad()
+    def read(self, layers: int) -> None:
+        """Read a piece: so many layers of the chunk, or those that are left. No launch may run before it is done, nor
+        between `Prefill.begin` and the first piece. Where an error ends it, a further call goes on."""
+        caches, row, start = self._caches, self._row, self._next
+        stop = min(self._layer + layers, self._prefill.depth)
+        with sdpa_kernel(_BACKENDS):
+            if self._chunk is None:
+                tokens = self._tokens[start : start + self.length]
+                self._chunk = self._prefill.enter(tokens, start, caches, row)
+            if start and self._first is not None:
+                caches.load(row, 0, self._first[:, self._layer : stop], self._layer)
+            while self._layer < stop:
+                chunk, x = self._chunk
+                self._chunk = chunk, self._prefill.through(self._layer, x, chunk)
+                self._layer += 1
+        if start == 0 and self._first is not None:
+            self._first[:, self._whole : stop] = caches.save(row, 0, caches.lanes, range(self._whole, stop))
+        self._whole = stop
+        if stop == self._prefill.depth:
+            self._chunk, self._layer, self._whole, self._next = None, 0, 0, start + self.length
+        if self._first is None and not self.is_done:
+            self._first = caches.save(row, 0, caches.lanes)
+        elif self._first is not None and self.is_done:
+            caches.load(row, 0, self._first)
 
 
 def _keys(call: Call, layer: int) -> list[str]:
@@ -199,71 +262,3 @@ def _mask_of_last(queries: int, tokens: int) -> Tensor:
     from torch.nn.attention.bias import causal_lower_right  # with torch._dynamo, which takes a second
 
     return causal_lower_right(queries, tokens)
-
-
-class Prefixes:
-    """The tokens in each row's cache, of a running or an ended sequence.
-
-    A launch overwrites the first positions of a free row, so a copy of them is kept. All other entries stay in the
-    row's own memory.
-    """
-
-    def __init__(self, caches: Caches) -> None:
-        self._caches = caches
-        self._tokens: dict[int, list[int]] = {}  # in order of use, latest last
-        self._first: dict[int, Tensor] = {}
-
-    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """The best free row for a prompt: a row whose sequence the prompt continues, else an empty row, else the least
-        recently used row."""
-        source, length = self._longest(prompt)
-        if source in free and length == len(self._tokens[source]) - 1:
-            return source
-        places = {row: place for place, row in enumerate(self._tokens)}
-        return min(free, key=lambda row: (places.get(row, -1), row))
-
-    def reuse(self, row: int, prompt: Sequence[int], wanted: bool) -> int:
-        """Copy the longest cached prefix of a prompt, from any row, into the caches of `row`; with `wanted` false,
-        reuse nothing. Returns its number of positions, 0 if some are not finite. No launch may be running. Raises
-        CacheMemoryError."""
-        source, length = self._longest(prompt) if wanted else (row, 0)
-        there = length >= LEAST and self._caches.reaches(source, length)
-        self._caches.hold(row, len(prompt), may_take=True)  # this may take the other row's memory
-        self._tokens.pop(row, None)
-        if not there or not self._caches.reaches(source, length):
-            return 0
-        first = self._first[source]
-        self._caches.copy(source, row, length, first)
-        sides = (side for layer in range(len(first)) for side in self._caches.seen(layer, row, length))
-        if all_finite(sides):
-            return length
-        self._tokens.pop(source, None)
-        return 0
-
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
-        """Record that the caches of a row hold a prompt without its last token."""
-        if len(prompt) > LEAST:
-            self._tokens[row] = list(prompt)
-            self._first[row] = self._caches.first(row)
-
-    def add(self, row: int, token: int) -> None:
-        """Record that a row has made a token. Its caches now hold the token before."""
-        if row in self._tokens:
-            self._tokens[row].append(token)
-
-    def leave(self, row: int) -> None:
-        """Record that a row's sequence has ended."""
-        if row in self._tokens:
-            self._tokens[row] = self._tokens.pop(row)
-
-    def _longest(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """(the row that shares the longest prefix with a prompt without its last token, the length of the prefix)."""
-        lengths = {row: _alike(tokens[:-1], prompt[:-1]) for row, tokens in self._tokens.items()}
-        row = max(lengths, key=lengths.__getitem__, default=-1)
-        return row, lengths.get(row, 0)
-
-
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix of two token lists."""
-    count = min(len(one), len(other))
-    return next((place for place in range(count) if one[place] != other[place]), count)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from ctypes import c_int32, c_uint32
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -17,18 +19,23 @@ from flywheel.decode.caches import Caches, view
 from flywheel.decode.choices import WORDS, Choices, most_asked, read_row, report
 from flywheel.decode.memory import within_memory
 from flywheel.decode.on_gpu import torch_device
-from flywheel.decode.prompts import Prefill, Prefixes
+from flywheel.decode.pieces import Arrival, Arrivals, Begin, PromptPiece
+from flywheel.decode.prefixes import Prefixes
 from flywheel.decode.session import TokenStream
-from flywheel.errors import CacheMemoryError, FlywheelError, GpuMemoryError
+from flywheel.errors import CacheMemoryError, FlywheelError
 from flywheel.ir import NO_TOKEN
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan.variant import WARP
-from flywheel.runtime.sequences import Explain, Made, Sampling, check_join, not_finite
+from flywheel.runtime.sequences import Explain, Made, PromptRead, Sampling, check_join, not_finite
 from flywheel.vm.gpu.loader import POSITIONS
 from flywheel.vm.gpu.ranked import AnyProgram
 
 AHEAD: Final = 4
 """Launches queued besides the one whose tokens the host waits for. When a text ends, this many launches are wasted."""
+
+_AHEAD_OF_PROMPTS: Final = 1
+"""As AHEAD while a prompt is read: with more, the device would hold so many of its operations that handing over another
+one waits, without a time limit."""
 
 _SLOTS: Final = AHEAD + 1
 """Launches that are queued or that the host waits for."""
@@ -64,10 +71,31 @@ class _QueuedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
-    """A queued launch. Once it is over, the host can read the tokens of the rows that the same sequences still hold."""
+class _PieceSpan:
+    """A piece of a prompt on the device, between two events."""
 
+    begun: Any
+    piece: PromptPiece
+    done: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A launch that the host has not waited for: its slot, the rows whose tokens it makes, the words of its report a
+    row, the piece before it, and the event behind it."""
+
+    slot: int
     rows: tuple[tuple[int, _QueuedRow], ...]
+    width: int
+    before: _PieceSpan | None
+    done: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A launch that is over. The host can read the tokens of the rows that the same sequences still hold."""
+
+    queued: _Queued
     held: dict[int, _QueuedRow]
     chosen: np.ndarray[Any, Any]
     reported: np.ndarray[Any, Any] | None
@@ -81,7 +109,7 @@ class _Launch:
                 int(self.chosen[row]),
                 None if self.reported is None else read_row(self.reported[row], each.sampling),
             )
-            for row, each in self.rows
+            for row, each in self.queued.rows
             if self.held.get(row) is each
         ]
 
@@ -95,22 +123,27 @@ class QueuedRows:
     """
 
     def __init__(
-        self, loaded: AnyProgram, caches: Caches, batch: int, limit_s: float, explain: Explain | None = None
-    ) -> None:
-        """`explain` is for errors; no launch runs meanwhile."""
-        self._loaded, self._caches, self._batch, self._limit_s = loaded, caches, batch, limit_s
+        self, loaded: AnyProgram, caches: Caches, batch: int, limit_s: float, explain: Explain | None = None,
+        hold: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`explain` is for errors; no launch runs meanwhile. Nor does one when `hold` gets a row memory for so many
+        positions, by default as `Caches.hold` with `may_take`."""
+        self.batch: Final = batch
+        self._loaded, self._caches, self._limit_s = loaded, caches, limit_s
         self._explain = explain
+        self._hold = partial(caches.hold, may_take=True) if hold is None else hold
         self._device = device = caches.device
         self._lost: dict[int, CacheMemoryError] = {}
         self._spoilt: dict[int, list[int]] = {}  # row -> a text after which logits were not finite
-        self._gpu = gpu = loaded.gpu
+        self.gpu: Final = loaded.gpu
+        gpu = self.gpu
         self._on_stream = _on_stream_of(loaded, device)
         self._token_in, self._token_out = loaded.address("token_id"), loaded.address("next_token")
         self._place_in = loaded.address("position")
         self._logits: dict[int, Tensor] = {}
         self._choices: Choices | None = None
         self._held: dict[int, _QueuedRow] = {}
-        self._queued: deque[tuple[int, tuple[tuple[int, _QueuedRow], ...], int, Any]] = deque()
+        self._queued: deque[_Queued] = deque()
         self._next_slot = 0
         self._places: list[int] | None = None  # position of each row that the device has for the next launch
         with self._on_stream():
@@ -127,18 +160,18 @@ class QueuedRows:
     def close(self) -> None:
         """Wait for the queued launches, and free memory. Raises as `LoadedProgram.sync` does."""
         self._held.clear()
-        for row in range(self._batch):
+        for row in range(self.batch):
             self._caches.leave(row)
         self._undo.close()
 
     def _finish(self) -> None:
-        if not self._gpu.broken:  # a broken GPU finishes nothing
+        if not self.gpu.broken:  # a broken GPU finishes nothing
             self._loaded.sync(self._limit_s * _SLOTS)
 
     def settle(self) -> None:
         """Wait for the queued launches. Raises as `next_launch`."""
         if self._queued:
-            self._loaded.wait(self._gpu.record(), self._limit_s * _SLOTS)
+            self._loaded.wait(self.gpu.record(), self._limit_s * _SLOTS)
 
     def finish_torch(self) -> None:
         """Wait, without a time limit, for torch's pending operations, so that a launch queued after them is not counted
@@ -175,22 +208,47 @@ class QueuedRows:
             with self._on_stream():
                 self._choices.free(row)
 
-    def next_launch(self) -> _Launch | None:
-        """Wait for the oldest unread launch and return it; more launches stay queued after it. None if there is none.
+    @property
+    def ahead(self) -> int:
+        """Launches that the host has not waited for."""
+        return len(self._queued)
 
-        Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.wait` does, and ConfigError for a position that
-        the program cannot move to.
-        """
-        while len(self._queued) <= AHEAD and self._enqueue():
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence decodes."""
+        return not self._queued and not any(each.position < each.positions for each in self._held.values())
+
+    def text_of(self, row: int) -> list[int] | None:
+        """The tokens of a row's sequence that the host knows; None if the row is free."""
+        return self._held[row].text if row in self._held else None
+
+    def next_launch(self) -> _Launch | None:
+        """`take`, with AHEAD launches queued after it."""
+        while self.ahead <= AHEAD and self.enqueue():
             pass
+        return self.take()
+
+    def take(self) -> _Launch | None:
+        """Wait for the oldest unread launch and return it. None if there is none.
+
+        Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.wait` does.
+        """
         if not self._queued:
             return None
-        slot, rows, width, done = self._queued.popleft()
-        self._loaded.wait(done, self._limit_s)
-        chosen = self._words.array[self._tokens_at(slot) :][: self._batch].copy().view(np.int32)
-        report_words = self._words.array[self._report_at(slot) :][: self._batch * width].copy()
-        self._read(rows, chosen)
-        return _Launch(rows, self._held, chosen, report_words.reshape(self._batch, width) if width else None)
+        queued = self._queued.popleft()
+        if queued.before is not None:
+            self.finish(queued.before)
+        self._loaded.wait(queued.done, self._limit_s)
+        slot, width = queued.slot, queued.width
+        chosen = self._words.array[self._tokens_at(slot) :][: self.batch].copy().view(np.int32)
+        report_words = self._words.array[self._report_at(slot) :][: self.batch * width].copy()
+        self._read(queued.rows, chosen)
+        return _Launch(queued, self._held, chosen, report_words.reshape(self.batch, width) if width else None)
+
+    def finish(self, span: _PieceSpan) -> None:
+        """Wait for a piece, behind launches that are over, without a time limit: a launch after it is not late for
+        it."""
+        self.gpu.wait(span.done, inf)
 
     def _read(self, rows: Sequence[tuple[int, _QueuedRow]], chosen: np.ndarray[Any, Any]) -> None:
         """Append each row's token to its text. A row without one ends: its later launches decode other tokens."""
@@ -205,32 +263,33 @@ class QueuedRows:
                 each.text.append(token)
 
     def _tokens_at(self, slot: int) -> int:
-        return _SLOTS * POSITIONS + slot * self._batch
+        return _SLOTS * POSITIONS + slot * self.batch
 
     def _report_at(self, slot: int) -> int:
-        return self._tokens_at(_SLOTS) + slot * self._batch * WORDS
+        return self._tokens_at(_SLOTS) + slot * self.batch * WORDS
 
-    def _enqueue(self) -> bool:
-        """Queue a launch of the rows that have not reached their ends; False if there are none."""
+    def enqueue(self, before: _PieceSpan | None = None) -> bool:
+        """Queue a launch of the rows that have not reached their ends, behind a piece; False if there are none. Raises
+        ConfigError for a position that the program cannot move to."""
         live = [(row, each) for row, each in self._held.items() if each.position < each.positions]
         live = [(row, each) for row, each in live if self._grows(row, each)]
         if not live:
             return False
-        gpu, slot = self._gpu, self._next_slot
+        gpu, slot = self.gpu, self._next_slot
         self._place_rows(slot, live)
         last = max(each.position for _, each in live)
         self._loaded.spread_inputs()
-        self._loaded.launch(last, self._positions.data_ptr() if self._batch > 1 else 0)
+        self._loaded.launch(last, self._positions.data_ptr() if self.batch > 1 else 0)
         chosen = self._token_out
         if self._choices is not None or any(each.position + 1 < len(each.prompt) for _, each in live):
-            gpu.copy(self._token_in, self._token_out, self._batch * _WORD)
+            gpu.copy(self._token_in, self._token_out, self.batch * _WORD)
             with self._on_stream():
                 self._replace_choices(live)
             chosen = self._token_in
         self._advance(chosen, slot, live)
         shown = tuple([(row, each) for row, each in live if each.position >= len(each.prompt) - 1])
         width = self._fetch_report(slot, shown)
-        self._queued.append((slot, shown, width, gpu.record()))
+        self._queued.append(_Queued(slot, shown, width, before, gpu.record()))
         self._next_slot = (slot + 1) % _SLOTS
         for _, each in live:
             each.position += 1
@@ -239,7 +298,7 @@ class QueuedRows:
     def lost(self) -> dict[int, FlywheelError]:
         """The rows whose caches could not grow, and those whose logits are not finite, with the error, each reported
         once after all its tokens were read. These rows are free. Raises as `next_launch`."""
-        unread = {row for _, rows, _, _ in self._queued for row, _ in rows}
+        unread = {row for queued in self._queued for row, _ in queued.rows}
         lost: dict[int, FlywheelError] = {row: error for row, error in self._lost.items() if row not in unread}
         for row in lost:
             self.end(row)
@@ -262,7 +321,7 @@ class QueuedRows:
             self.settle()  # no later launch touches the memory of rows that left
             try:
                 with self._on_stream():
-                    self._caches.hold(row, each.position + 1, may_take=True)
+                    self._hold(row, each.position + 1)
             except CacheMemoryError as error:
                 self._lost[row] = error
                 each.positions = each.position
@@ -278,21 +337,21 @@ class QueuedRows:
             return 0
         with self._on_stream():  # its order keeps the report until it is fetched
             found = report(self._all_logits(), self._tokens, most)
-            self._gpu.fetch(self._words, self._report_at(slot), found.data_ptr(), found.numel())
+            self.gpu.fetch(self._words, self._report_at(slot), found.data_ptr(), found.numel())
         return found.shape[1]
 
     def _place_rows(self, slot: int, live: Sequence[tuple[int, _QueuedRow]]) -> None:
         """Set each row's position for the next launch. Free rows stand at position 0, where they cost least."""
-        places = [0] * self._batch
+        places = [0] * self.batch
         for row, each in live:
             places[row] = each.position
         if places == self._places:
             return
         first = slot * POSITIONS
-        self._words.array[first : first + self._batch] = places
-        self._gpu.send(self._place_in, self._words, first, self._batch)
-        if self._batch > 1:
-            self._gpu.copy(self._positions.data_ptr(), self._place_in, self._batch * _WORD)
+        self._words.array[first : first + self.batch] = places
+        self.gpu.send(self._place_in, self._words, first, self.batch)
+        if self.batch > 1:
+            self.gpu.copy(self._positions.data_ptr(), self._place_in, self.batch * _WORD)
         self._places = places
 
     def _advance(self, chosen: int, slot: int, live: Sequence[tuple[int, _QueuedRow]]) -> None:
@@ -300,10 +359,10 @@ class QueuedRows:
         them from a slot. This takes one small kernel, which costs the stream less than three copies."""
         rows = {row for row, _ in live}
         told = self._words.address + self._tokens_at(slot) * _WORD
-        positions = self._positions.data_ptr() if self._batch > 1 else 0
+        positions = self._positions.data_ptr() if self.batch > 1 else 0
         mask = c_uint32(sum(1 << row for row in rows))
-        args = (chosen, self._token_in, told, self._place_in, positions, mask, c_int32(self._batch))
-        self._gpu.launch(self._loaded.parts[0].kernel.advance_rows, 1, WARP, args)
+        args = (chosen, self._token_in, told, self._place_in, positions, mask, c_int32(self.batch))
+        self.gpu.launch(self._loaded.parts[0].kernel.advance_rows, 1, WARP, args)
         assert self._places is not None
         self._places = [place + 1 if row in rows else 0 for row, place in enumerate(self._places)]
 
@@ -320,7 +379,7 @@ class QueuedRows:
     def _begin_choices(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Choose tokens as `sampling` asks from the next launch on, which decodes the prompt's last token."""
         if self._choices is None and not sampling.is_argmax:
-            self._choices = Choices(self._batch, self._loaded.shape("logits")[-1], self._device)
+            self._choices = Choices(self.batch, self._loaded.shape("logits")[-1], self._device)
         if self._choices is not None:
             self._choices.begin(row, prompt, sampling)
 
@@ -328,7 +387,7 @@ class QueuedRows:
         """Logits of the last launch, a float32 view [batch, vocab]."""
         address = self._loaded.last_address("logits")
         if address not in self._logits:
-            shape = (self._batch, self._loaded.shape("logits")[-1])
+            shape = (self.batch, self._loaded.shape("logits")[-1])
             self._logits[address] = view(address, shape, torch.float32, self._device)
         return self._logits[address]
 
@@ -354,78 +413,99 @@ def _on_stream_of(loaded: AnyProgram, device: torch.device) -> Callable[[], Abst
 
 
 class QueuedSequences:
-    """Implements `Sequences`. torch reads a prompt in the stream of the launches, after those that are queued."""
+    """Implements `Sequences`. torch reads pieces of prompts in the stream of the launches, between two of them."""
 
     def __init__(
-        self, rows: QueuedRows, caches: Caches, prefill: Prefill, spec: DecoderSpec, context: int, batch: int
+        self, rows: QueuedRows, caches: Caches, prefixes: Prefixes, begin: Begin, spec: DecoderSpec, context: int
     ) -> None:
-        self.batch = batch
-        self._rows, self._caches, self._prefill, self._spec, self._context = rows, caches, prefill, spec, context
+        self.batch: Final = rows.batch
+        self._rows, self._caches, self._prefixes = rows, caches, prefixes
+        self._spec, self._context = spec, context
         self._taken: set[int] = set()
-        self._prefixes = Prefixes(caches)
+        self._arrivals = Arrivals(caches, prefixes, begin, rows.settle)
 
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
-    ) -> int:
-        """See `Sequences.join`. Also raises GpuMemoryError if the prompt's activations do not fit, and errors of
-        `QueuedRows.next_launch` if a queued launch does not end."""
+    ) -> None:
+        """See `Sequences.join`. The launches go on, unless the row needs more memory. Then also raises errors of
+        `QueuedRows.take`, if one of them does not end."""
         check_join(self._spec, self._context, self._taken, row, prompt, positions)
-
-        def begin() -> int:
-            with self._rows.stream():
-                start = self._prefixes.reuse(row, prompt, reuse)
-                self._prefill(prompt[:-1], self._caches, row, start)
-                self._prefixes.begin(row, prompt)
-            self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
-            return start
-
-        self._rows.settle()  # with a time limit, which torch's own wait lacks
-        what = f"prompt of {len(prompt)} tokens"
+        if not self._caches.reaches(row, len(prompt)):
+            self._rows.settle()
         try:
-            start = within_memory(what, begin)
+            with self._rows.stream():
+                self._prefixes.hold(row, len(prompt))
         except CacheMemoryError:
             self._caches.leave(row)
             raise
-        except GpuMemoryError:
-            self._caches.leave(row)
-            self._caches.give_back()  # of sequences that are over
-            try:
-                start = within_memory(what, begin)
-            except GpuMemoryError:
-                self._caches.leave(row)
-                raise
-        self._rows.finish_torch()
+        self._arrivals.add(Arrival(row, tuple(prompt), positions, sampling, reuse))
         self._taken.add(row)
-        return start
 
-    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """See `Sequences.pick`."""
-        return self._prefixes.pick(free, prompt)
+    def read_of(self, row: int) -> PromptRead:
+        """See `Sequences.read_of`."""
+        return self._arrivals.read_of(row)
 
     def leave(self, row: int) -> None:
         """See `Sequences.leave`."""
+        self._arrivals.drop(row)
+        text = self._rows.text_of(row)
+        if text is not None:
+            with self._rows.stream():
+                self._prefixes.save(row, text[:-1])
         self._rows.end(row)
-        self._prefixes.leave(row)
+        self._caches.leave(row)
         self._taken.discard(row)
 
     def advance(self) -> list[Made]:
-        """See `Sequences.advance`. Skips launches whose sequences have all left. Raises as `QueuedRows.next_launch`,
-        and GpuMemoryError if the buffers of the sampling do not fit."""
-        while (launch := within_memory("sampling", self._rows.next_launch)) is not None:
+        """See `Sequences.advance`. Skips launches whose sequences have all left. Raises as `QueuedRows.take`, and
+        GpuMemoryError if the buffers of the sampling do not fit."""
+        while True:
+            within_memory("sampling", self._fill)
+            launch = self._rows.take()
+            if launch is None:
+                return []
+            self._learn(launch.queued)
             tokens = launch.tokens()
-            for made in tokens:
-                self._prefixes.add(made.row, made.token)
             if tokens:
                 return tokens
-        return []
+
+    def _fill(self) -> None:
+        """Queue launches, with a piece before each while there are prompts. Waits for a piece that no launch
+        follows."""
+        while self._rows.ahead <= (_AHEAD_OF_PROMPTS if self._arrivals else AHEAD):
+            span = self._read() if self._arrivals else None
+            if not self._rows.enqueue(span):
+                if span is not None and not self._rows.ahead:
+                    self._rows.finish(span)
+                return
+
+    def _read(self) -> _PieceSpan | None:
+        """Read a piece of a prompt, and begin its sequence if that was the last."""
+        begun = self._rows.gpu.record()
+        with self._rows.stream():
+            piece = self._arrivals.read(alone=self._rows.is_idle)
+        if piece is None:
+            return None
+        if (joins := piece.joins) is not None:
+            self._rows.begin(joins.row, joins.prompt, joins.positions, len(joins.prompt) - 1, joins.sampling)
+        return _PieceSpan(begun, piece, self._rows.gpu.record())
+
+    def _learn(self, queued: _Queued) -> None:
+        """Tell the pace what a piece and the launch after it have taken."""
+        if queued.before is None or not queued.before.piece.layers:
+            return
+        gpu, pace, span = self._rows.gpu, self._arrivals.pace, queued.before
+        pace.piece_took(span.piece, gpu.elapsed_us(span.begun, span.done))
+        pace.launch_took(gpu.elapsed_us(span.done, queued.done))
 
     def lost(self) -> dict[int, FlywheelError]:
-        """See `Sequences.lost`. Raises as `QueuedRows.next_launch`."""
-        lost = self._rows.lost()
+        """See `Sequences.lost`. Raises as `QueuedRows.take`."""
+        lost = self._rows.lost() | self._arrivals.lost()
         self._taken.difference_update(lost)
         return lost
 
     def close(self) -> None:
         """See `Sequences.close`. Raises as `QueuedRows.close`."""
         self._taken.clear()
+        self._prefixes.clear()
         self._rows.close()

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from flywheel.decode.caches import KvCaches, hold_rows
+from flywheel.decode.caches import Caches, KvCaches, hold_rows
 from flywheel.decode.choices import choose
 from flywheel.decode.finite import explain_text
 from flywheel.decode.interface import Launched, as_whole, find_taps, places_of, read_interface
-from flywheel.decode.prompts import Prefill
+from flywheel.decode.prompts import Prefill, Reading
 from flywheel.decode.sequences import SteppedSequences, stream_by_lanes
 from flywheel.decode.session import (
     DecodeSession,
@@ -96,11 +96,18 @@ class ReferenceSession:
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
         """See `DecodeSession.prefill`."""
         check_prompt(self.spec, self.context, token_ids)
+        self._reader()(token_ids, self.caches, row, start)
+
+    def reading(self, token_ids: Sequence[int], caches: Caches, row: int, start: int) -> Reading:
+        """See `Stepped.reading`."""
+        return self._reader().begin(token_ids, caches, row, start)
+
+    def _reader(self) -> Prefill:
         if self._prefill is None:
             given = {key: typed(key, tensor, self.dtype, DType.F32) for key, tensor in self._weights.items()}
             placed = {key: each.to(self.caches.device) for key, each in given.items()}
             self._prefill = Prefill(self.spec, placed, self.context)
-        self._prefill(token_ids, self.caches, row, start)
+        return self._prefill
 
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY

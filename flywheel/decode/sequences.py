@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Final
 
 import torch
 
 from flywheel.decode.choices import Choices, most_asked, read_row, report
-from flywheel.decode.prompts import Prefixes
+from flywheel.decode.pieces import Arrival, Arrivals
+from flywheel.decode.prefixes import Prefixes
 from flywheel.decode.session import Step, Stepped
 from flywheel.errors import CacheMemoryError, FlywheelError
 from flywheel.ir import NO_TOKEN
-from flywheel.runtime.sequences import Made, Sampling, check_join, not_finite
+from flywheel.runtime.sequences import Made, PromptRead, Sampling, check_join, not_finite
 
 LONGEST: Final = 3
 """Longest suffix of a text that is looked up; shorter ones, down to one token, are tried if it has not occurred
@@ -36,22 +38,25 @@ class SteppedSequences:
         self._rows: dict[int, _SequenceRow] = {}
         self._lost: dict[int, FlywheelError] = {}
         self._prefixes = Prefixes(session.caches)
+        self._arrivals = Arrivals(session.caches, self._prefixes, session.reading, lambda: None)
         self._choices = Choices(session.batch, session.spec.vocab, torch.device("cpu"))
 
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
-    ) -> int:
+    ) -> None:
         """See `Sequences.join`."""
-        check_join(self._session.spec, self._session.context, self._rows, row, prompt, positions)
+        taken = self._rows if row in self._rows else self._arrivals
+        check_join(self._session.spec, self._session.context, taken, row, prompt, positions)
         try:
-            start = self._prefixes.reuse(row, prompt, reuse)
-            self._session.prefill(prompt[:-1], row, start)
+            self._prefixes.hold(row, len(prompt))
         except CacheMemoryError:
             self._session.caches.leave(row)
             raise
-        self._prefixes.begin(row, prompt)
-        self.begin(row, prompt, positions, len(prompt) - 1, sampling)
-        return start
+        self._arrivals.add(Arrival(row, tuple(prompt), positions, sampling, reuse))
+
+    def read_of(self, row: int) -> PromptRead:
+        """See `Sequences.read_of`."""
+        return self._arrivals.read_of(row)
 
     def begin(self, row: int, prompt: Sequence[int], positions: int, start: int, sampling: Sampling) -> None:
         """Start a sequence in a free row whose caches hold the prompt's positions before `start`."""
@@ -59,30 +64,43 @@ class SteppedSequences:
         lookup = Lookup(prompt) if guesses else None
         self._rows[row] = _SequenceRow(list(prompt), start, positions, sampling, lookup)
 
-    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """See `Sequences.pick`."""
-        return self._prefixes.pick(free, prompt)
-
     def leave(self, row: int) -> None:
         """See `Sequences.leave`."""
-        self._rows.pop(row, None)
-        self._lost.pop(row, None)
+        self._arrivals.drop(row)
+        left = self._rows.pop(row, None)
+        if left is not None and self._lost.pop(row, None) is None:
+            self._prefixes.save(row, left.text[: left.position])
         self._choices.free(row)
-        self._prefixes.leave(row)
         self._session.caches.leave(row)
 
     def advance(self) -> list[Made]:
         """See `Sequences.advance`. With several lanes, a sequence can have several tokens, in order."""
+        self._read()
         while live := self._live():
             asked = {row: each.ask(self._lanes, self._last) for row, each in live.items()}
             nobody = _AskedTokens(0, [0] * self._lanes, 0, [])  # a free row decodes position 0 of its own caches
             every = [asked.get(row, nobody) for row in range(self.batch)]
             tokens = [token for each in every for token in each.tokens]
+            begun = perf_counter()
             steps = self._session.step_rows(tokens, [each.place for each in every], live)
+            self._arrivals.pace.launch_took((perf_counter() - begun) * 1e6)
             made = self._take(live, asked, steps)
             if made:
                 return made
+            self._read()
         return []
+
+    def _read(self) -> None:
+        """Read the next piece of a prompt, and begin its sequence if that was the last."""
+        begun = perf_counter()
+        alone = not any(each.position < each.positions for each in self._rows.values())
+        piece = self._arrivals.read(alone=alone)
+        if piece is not None and piece.layers:
+            if (device := self._session.caches.device).type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            self._arrivals.pace.piece_took(piece, (perf_counter() - begun) * 1e6)
+        if piece is not None and (joins := piece.joins) is not None:
+            self.begin(joins.row, joins.prompt, joins.positions, len(joins.prompt) - 1, joins.sampling)
 
     def _live(self) -> dict[int, _SequenceRow]:
         return {row: each for row, each in self._rows.items() if each.position < each.positions and self._grows(row)}
@@ -107,8 +125,6 @@ class SteppedSequences:
                 self._lost[row] = not_finite([*each.text, *tokens], self._session.explain)
             each.extend(tokens)
             made += [(first + place, row) for place in range(len(tokens))]
-            for token in tokens:
-                self._prefixes.add(row, token)
         most = most_asked(each.sampling for each in speaking.values())
         if most is None or not made:
             return [Made(row, chosen[place]) for place, row in made]
@@ -144,10 +160,10 @@ class SteppedSequences:
 
     def lost(self) -> dict[int, FlywheelError]:
         """See `Sequences.lost`."""
-        lost, self._lost = self._lost, {}
+        lost = dict(self._lost)
         for row in lost:
             self.leave(row)
-        return lost
+        return lost | self._arrivals.lost()
 
     def _grows(self, row: int) -> bool:
         """Get memory for the next launch of a row; False if there is none, or the row has lost its sequence."""
@@ -155,7 +171,7 @@ class SteppedSequences:
             return False
         try:
             place = min(self._rows[row].position, self._last)
-            self._session.caches.hold(row, place + self._lanes, may_take=True)
+            self._prefixes.hold(row, place + self._lanes)
         except CacheMemoryError as error:
             self._lost[row] = error
             return False
@@ -163,7 +179,9 @@ class SteppedSequences:
 
     def close(self) -> None:
         """See `Sequences.close`."""
-        for row in list(self._rows):
+        self._prefixes.clear()
+        self._rows.clear()
+        for row in range(self.batch):
             self.leave(row)
         self._close()
 

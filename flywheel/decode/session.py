@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flywheel.decode.caches import Caches
 from flywheel.decode.interface import Launched, Taps
+from flywheel.decode.prompts import Reading
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.oracle import LayerCache
@@ -98,12 +99,8 @@ class Stepped(Protocol):
         the caches cannot grow that far.
         """
 
-    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """Start the sequence of a row with these tokens: replace its caches by what single steps would write, up to
-        rounding. Its positions before `start` are cached already. Other sequences keep theirs.
-
-        Raises UsageError for a token or position out of range.
-        """
+    def reading(self, token_ids: Sequence[int], caches: Caches, row: int, start: int) -> Reading:
+        """See `Prefill.begin`. The tokens are in the vocabulary and fit the context."""
 
     def explain(self, text: Sequence[int]) -> str:
         """See `runtime.sequences.Explain`. No launch may be running."""
@@ -123,6 +120,13 @@ class DecodeSession(Stepped, Session, Protocol):
     @property
     def shares_memory(self) -> bool:
         """Whether buffers of the program share memory, so that a launch overwrites some of its intermediate tensors."""
+
+    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
+        """Start the sequence of a row with these tokens: replace its caches by what single steps would write, up to
+        rounding. Its positions before `start` are cached already. Other sequences keep theirs.
+
+        Raises UsageError for a token or position out of range.
+        """
 
     def step(self, token_id: int, position: int) -> Step:
         """`step_rows` of the only token of a launch."""

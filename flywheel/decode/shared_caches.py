@@ -18,7 +18,7 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.vm.gpu.granules import Granules
 
 _HEADS: Final = 3
-"""The dimension of heads in [layers, 2, batch, heads, ...]."""
+"""The dimension of heads in [layers, 2, batch, heads, ...], and in what is saved."""
 
 
 class SharedCaches:
@@ -40,6 +40,7 @@ class SharedCaches:
     ) -> None:
         self._spec, ranks = spec, len(devices)
         self.device: Final = devices[0]
+        self.lanes: Final = 1
         self._heads = [kv_heads_of(spec, rank, ranks) for rank in range(ranks)]
         own = local_spec(spec, ranks)
         self._parts: list[KvCaches] = []
@@ -113,14 +114,14 @@ class SharedCaches:
         keys, values = (self._joined(list(parts), 0) for parts in sides)
         return keys, values
 
-    def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """See `Caches.copy`."""
-        for part, heads in self._each():
-            part.copy(source, row, length, self._to(part, first[:, :, heads.start : heads.stop]))
+    def save(self, row: int, start: int, stop: int, layers: range | None = None) -> Tensor:
+        """See `Caches.save`."""
+        return self._joined([part.save(row, start, stop, layers) for part in self._parts], _HEADS)
 
-    def first(self, row: int) -> Tensor:
-        """See `Caches.first`."""
-        return self._joined([part.first(row) for part in self._parts], _HEADS - 1)
+    def load(self, row: int, start: int, saved: Tensor, first_layer: int = 0) -> None:
+        """See `Caches.load`."""
+        for part, heads in self._each():
+            part.load(row, start, self._to(part, saved[..., heads.start : heads.stop, :]), first_layer)
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """See `Caches.write`. Raises UsageError as KvCaches."""

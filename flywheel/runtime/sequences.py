@@ -135,6 +135,14 @@ class Made(NamedTuple):
     logprobs: Logprobs | None = None
 
 
+class PromptRead(NamedTuple):
+    """How a prompt was read: `reused` of its tokens were copied from another sequence's caches, the others were read in
+    `pieces`."""
+
+    reused: int
+    pieces: int
+
+
 def not_finite(text: Sequence[int], explain: Explain | None, whose: str = "the") -> NonFiniteError:
     """The error that ends a sequence whose logits after `text` are not finite. `whose` logits they are."""
     told = "" if explain is None else explain(text)
@@ -151,28 +159,30 @@ class Sequences(Protocol):
 
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
-    ) -> int:
-        """Start a sequence in a free row: read its prompt, except the last token, at once, and decode from there up to
-        `positions` - 1. With `reuse`, the prefix that another sequence's cache shares with the prompt is copied instead
-        of read.
+    ) -> None:
+        """Start a sequence in a free row. `advance` reads its prompt, except the last token, and decodes from there up
+        to `positions` - 1. With `reuse`, the beginning that the prompt shares with another one that was read is copied
+        instead of read.
 
-        Returns the number of reused tokens. Raises UsageError for a token or position out of range and for a row in
-        use, and CacheMemoryError if other sequences hold the memory that the prompt needs.
+        Raises UsageError for a token or position out of range and for a row in use, and CacheMemoryError if other
+        sequences hold the memory that the prompt needs.
         """
 
-    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """The best of the `free` rows for a prompt."""
+    def read_of(self, row: int) -> PromptRead:
+        """How the prompt of a row's sequence was read, so far."""
 
     def leave(self, row: int) -> None:
         """End a row's sequence and free the row. No more tokens of it come."""
 
     def advance(self) -> list[Made]:
-        """The tokens of one launch, for each sequence that has not reached its end. Empty if no sequence is left, or if
-        there are no tokens yet."""
+        """The tokens of one launch, for each sequence whose prompt is read and that has not reached its end. Prompts
+        are read in pieces between launches, one prompt after the other. Empty if no sequence is left, or if there are
+        no tokens yet."""
 
     def lost(self) -> dict[int, FlywheelError]:
         """Rows that lost their sequence since the last call, with the error: CacheMemoryError if memory for the caches
-        ran out, NonFiniteError if logits are not finite. They are free."""
+        ran out, GpuMemoryError if that to read the prompt did, NonFiniteError if logits are not finite. They are
+        free."""
 
     def close(self) -> None:
         """Free all rows and their memory."""

@@ -18,7 +18,7 @@ from flywheel.errors import BundleError, FlywheelError, UnsupportedModelError
 from flywheel.ir import NO_TOKEN, Buffer, BufferKind
 from flywheel.models.spec import DecoderSpec, spec_from_dict
 from flywheel.runtime.reading import Bundle, check_gpu
-from flywheel.runtime.sequences import Logprobs, Made, Sampling, check_join, not_finite
+from flywheel.runtime.sequences import Logprobs, Made, PromptRead, Sampling, check_join, not_finite
 from flywheel.runtime.weights import Check, GivenWeights, place_weights
 from flywheel.vm.gpu.driver import Gpu, load_variant
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
@@ -125,13 +125,17 @@ class BundledSequences:
 
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
-    ) -> int:
-        """See `Sequences.join`. Returns 0: `advance` reads the whole prompt."""
+    ) -> None:
+        """See `Sequences.join`. Nothing is reused."""
         check_join(self._spec, self._context, self._rows, row, prompt, positions)
         seen = np.zeros(self._spec.vocab, np.bool_)
         seen[list(prompt)] = True
         self._rows[row] = _Row(list(prompt), len(prompt), 0, positions, sampling, seen)
-        return 0
+
+    def read_of(self, row: int) -> PromptRead:
+        """See `Sequences.read_of`. Each launch before the prompt's last token is a piece."""
+        each = self._rows.get(row)
+        return PromptRead(0, 0 if each is None else min(each.position, each.prompted - 1))
 
     def leave(self, row: int) -> None:
         """See `Sequences.leave`."""
@@ -164,10 +168,6 @@ class BundledSequences:
             each.seen[token] = True
             made.append(Made(row, token, None if logits is None else logprobs_of(logits[row], token, asked)))
         return made
-
-    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """See `Sequences.pick`: the first free row."""
-        return free[0]
 
     def lost(self) -> dict[int, FlywheelError]:
         """See `Sequences.lost`. All caches have their memory from the start."""

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from weakref import ref
 
 from flywheel.errors import CacheMemoryError, FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
-from flywheel.runtime.sequences import Made, Request, Sampling, Sequences, Session
+from flywheel.runtime.sequences import Made, PromptRead, Request, Sampling, Sequences, Session
 from flywheel.serve.text import DecodeEach, Streamer, push_all
 
 Spelled = tuple[str, tuple[int, ...] | None]
@@ -79,21 +79,20 @@ class Answer(Iterator[Piece]):
     """The pieces of an answer, as they are made.
 
     Asking for a piece decodes all answers that have begun. Their pieces are kept until somebody asks for them. `close`
-    ends the answer early; so does dropping the last reference to it. `reused_tokens` is the number of prompt tokens
-    copied from another answer's cache.
+    ends the answer early; so does dropping the last reference to it. `prompt_read` says how the prompt was read, once
+    there is a piece.
     """
 
     def __init__(
         self, batch: Batch, request: Request, sampling: Sampling, text: Streamer, speller: Speller,
         reuse: bool = True,
     ) -> None:  # fmt: skip
-        """With `reuse`, the prefix that the prompt shares with another answer's is copied from its cache instead of
-        read again."""
+        """With `reuse`, the beginning that the prompt shares with another one is copied instead of read again."""
         self.prompt_tokens: Final = len(request.prompt)
         self.request: Final = request
         self.sampling: Final = sampling
         self.reuse: Final = reuse
-        self.reused_tokens = 0
+        self.prompt_read = PromptRead(0, 0)
         self.text: Final = text
         self._batch, self._speller = batch, speller
         self._pieces: deque[Piece] = deque()
@@ -210,7 +209,8 @@ class Batch:
             self._free(row)
 
     def advance(self) -> None:
-        """Let the first waiting answer join, if a row is free, and distribute the tokens of one launch.
+        """Let the first waiting answer join, if a row is free, and distribute the tokens of one launch. A piece of a
+        prompt may be read before it.
 
         A launch that fails ends every answer that was decoding. If sequences cannot start, the waiting answers end,
         too. Raises GpuFaultError, after which nothing on the GPU works in this process.
@@ -221,7 +221,7 @@ class Batch:
                 self._free(row)
             self._admit(sequences)
             for some in _one_a_row(sequences.advance()):
-                self._take(some)
+                self._take(sequences, some)
             for row, lost in sequences.lost().items():
                 self._lose(row, lost)
         except FlywheelError as error:
@@ -242,10 +242,12 @@ class Batch:
                 raise
         return self._sequences
 
-    def _take(self, all_made: Sequence[Made]) -> None:
+    def _take(self, sequences: Sequences, all_made: Sequence[Made]) -> None:
         """Give each row's answer its token. If tokens cannot be turned into text, only the affected answer ends."""
         decoding = self._decoding()
         heard = [(made, decoding[made.row]) for made in all_made if made.row in decoding]
+        for made, answer in heard:
+            answer.prompt_read = sequences.read_of(made.row)
         spoken = [(answer.text, made.token) for made, answer in heard if not answer.ends(made.token)]
         shown = iter(push_all(self._decode_each, spoken))
         for made, answer in heard:
@@ -268,20 +270,17 @@ class Batch:
         self._is_short = False
 
     def _admit(self, sequences: Sequences) -> None:
-        """Let one answer join; the others pause while its prompt is read. If there is no memory for its caches beside
-        theirs, it waits until one of them leaves."""
+        """Let one answer join. If there is no memory for its caches beside those of others, it waits until one of them
+        leaves."""
         free = [row for row in range(sequences.batch) if row not in self._rows]
         waiting = _held(self._waiting)
         if not free or not waiting or self._is_short:
             return
         answer = waiting[0]
         self._waiting = deque(map(ref, waiting[1:]))
-        prompt = answer.request.prompt
-        row = sequences.pick(free, prompt)
+        request, row = answer.request, free[0]
         try:
-            answer.reused_tokens = sequences.join(
-                row, prompt, answer.request.positions, answer.sampling, answer.reuse
-            )
+            sequences.join(row, request.prompt, request.positions, answer.sampling, answer.reuse)
         except (GpuFaultError, LaunchTimeoutError) as error:  # from launches of the decoding answers
             answer.fail(error)
             raise

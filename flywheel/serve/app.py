@@ -228,7 +228,7 @@ def _usage(asked: CompletionRequest | ChatRequest, answers: AllAsked) -> dict[st
     prompts = answers.each[:: asked.choices]
     return usage_of(
         sum(each.prompt_tokens for each in prompts), sum(each.made for each in answers.each),
-        sum(each.reused_tokens for each in prompts),
+        sum(each.prompt_read.reused for each in prompts),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
+from flywheel.runtime.sequences import PromptRead
 from flywheel.serve.answers import Piece
 from flywheel.serve.engine import Died, Engine, Heard
 from flywheel.serve.metrics import Metrics
@@ -38,7 +39,7 @@ class Asked:
         self._heard: asyncio.Queue[Heard] = asyncio.Queue()
         self._last_at = time.perf_counter()
         self.prompt_tokens, self.made, self.finish = 0, 0, "length"
-        self.reused_tokens = 0
+        self.prompt_read = PromptRead(0, 0)
         self._number: int | None = engine.ask(ask, self._hear)
 
     def _hear(self, said: Heard) -> None:
@@ -67,7 +68,7 @@ class Asked:
                 self._metrics.token(now - self._last_at, first=self.made == 1)
                 self._last_at = now
             yield said.piece
-        self.finish, self.reused_tokens = said.finish, said.reused_tokens
+        self.finish, self.prompt_read = said.finish, said.prompt_read
         self._over("ok")
 
     async def whole(self, request: Request) -> list[Piece]:
@@ -85,7 +86,7 @@ class Asked:
 
     def _over(self, end: str) -> None:
         self._number = None
-        self._metrics.ended(self.prompt_tokens, self.made, self.reused_tokens, end)
+        self._metrics.ended(self.prompt_tokens, self.made, self.prompt_read, end)
 
     async def _next(self) -> Begun | AnswerPiece | Ended:
         said = await self._heard.get()

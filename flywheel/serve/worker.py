@@ -13,7 +13,7 @@ from typing import Any, Final
 from flywheel.decode.notes import Note
 from flywheel.errors import ContextError, FlywheelError, TokenizerError, UsageError
 from flywheel.process import enter_child
-from flywheel.runtime.sequences import Sampling
+from flywheel.runtime.sequences import PromptRead, Sampling
 from flywheel.serve.answers import Answer, Finish, Piece
 from flywheel.serve.decoder import Decoder
 from flywheel.serve.reading import Conversation, PromptReader
@@ -77,11 +77,11 @@ class AnswerPiece:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of an answer. `reused_tokens` of its prompt were copied from another answer's cache."""
+    """The end of an answer, and how its prompt was read."""
 
     number: int
     finish: Finish
-    reused_tokens: int
+    prompt_read: PromptRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,5 +209,5 @@ def _tell(said: list[Said], number: int, answer: Answer, name: str) -> bool:
         return True
     if answer.finish is None:
         return False
-    said.append(Ended(number, answer.finish, answer.reused_tokens))
+    said.append(Ended(number, answer.finish, answer.prompt_read))
     return True

@@ -187,6 +187,11 @@ class Kind:
     def needs_gpu(self) -> bool:
         return self.opened in (on_gpu, bundle_on_gpu)
 
+    @property
+    def reads_by_steps(self) -> bool:
+        """Whether launches read prompts, token by token."""
+        return self.opened in (bundle, bundle_on_gpu)
+
     def open(self, model: Model, batch: int = BATCH) -> AbstractContextManager[Any]:
         return self.opened(model, batch, self.lanes, self.ranks)
 

@@ -121,15 +121,43 @@ def test_a_prompt_that_begins_as_another_is_the_same_text_reused_or_not(
     kind, session = opened
     beginning = tuple(range(30, 50))
     with closing(session.sequences()) as sequences:
-        assert sequences.join(0, beginning, 24, GREEDY) == 0
+        sequences.join(0, beginning, 24, GREEDY)
         hear(sequences, 2)
-        row = sequences.pick([1, 2], (*beginning, 3))
-        assert row in (1, 2)
-        assert 0 <= sequences.join(row, (*beginning, 3), 24, GREEDY) <= len(beginning)
-        assert sequences.join(3 - row, (*beginning, 4), 24, GREEDY, reuse=False) == 0
+        sequences.join(2, (*beginning, 3), 24, GREEDY)
+        sequences.join(1, (*beginning, 4), 24, GREEDY, reuse=False)
         heard = hear(sequences)
-    assert heard[row] == model.text((*beginning, 3), 4, GREEDY, kind.draws)
-    assert heard[3 - row] == model.text((*beginning, 4), 4, GREEDY, kind.draws)
+        reused = [sequences.read_of(row).reused for row in range(BATCH)]
+    assert reused == [0, 0, 0 if kind.reads_by_steps else 16]
+    assert heard[2] == model.text((*beginning, 3), 4, GREEDY, kind.draws)
+    assert heard[1] == model.text((*beginning, 4), 4, GREEDY, kind.draws)
+
+
+def test_the_others_go_on_while_a_prompt_is_read_in_pieces(
+    opened: tuple[Kind, Any], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, session = opened
+    monkeypatch.setattr("flywheel.decode.prompts.CHUNK", 7)
+    monkeypatch.setattr("flywheel.decode.pieces.MOST", 1)
+    prompt, left = tuple(range(30, 52)), tuple(range(51, 29, -1))
+    with closing(session.sequences()) as sequences:
+        sequences.join(1, (4, 5), CONTEXT, GREEDY)
+        first = hear(sequences, 2)
+        sequences.join(0, left, CONTEXT, GREEDY)
+        first[1] += hear(sequences, 3).get(1, [])
+        sequences.leave(0)  # in the middle of its prompt
+        sequences.join(0, (9, 8, 7), 8, Sampling(1.2, seed=3))
+        sequences.join(2, prompt, CONTEXT, GREEDY)
+        between: list[int] = []
+        while not (heard := hear(sequences, 1)).get(2):
+            between += heard.get(1, [])
+            first[0] = first.get(0, []) + heard.get(0, [])
+        rest = hear(sequences)
+        assert sequences.read_of(2) == (0, 21 if kind.reads_by_steps else 3 * 2)
+    assert len(between) >= 6
+    others = first[1] + between + heard.get(1, []) + rest.get(1, [])
+    assert others == model.text((4, 5), CONTEXT - 1, GREEDY, kind.draws)
+    assert first[0] + heard.get(0, []) + rest.get(0, []) == model.text((9, 8, 7), 6, Sampling(1.2, seed=3), kind.draws)
+    assert heard[2] + rest.get(2, []) == model.text(prompt, CONTEXT - len(prompt) + 1, GREEDY, kind.draws)
 
 
 def test_who_asks_gets_the_shares_of_the_oracles_logits_and_nobody_else_does(
@@ -174,8 +202,9 @@ def test_sequences_that_are_closed_leave_nothing_to_the_next(opened: tuple[Kind,
     prompt = tuple(range(20, 40))
     for _ in range(2):
         with closing(session.sequences()) as sequences:
-            assert sequences.join(0, prompt, 26, GREEDY) == 0
+            sequences.join(0, prompt, 26, GREEDY)
             assert hear(sequences, CONTEXT)[0] == model.text(prompt, 7, GREEDY, kind.draws)
+            assert sequences.read_of(0).reused == 0
 
 
 @pytest.mark.parametrize("kind", each(DECODING))

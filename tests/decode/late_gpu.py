@@ -17,6 +17,7 @@ import torch
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.growing import HostGranules
+from flywheel.decode.prefixes import Prefixes
 from flywheel.decode.queued import QueuedRows, QueuedSequences
 from flywheel.ir import DType
 from flywheel.models.spec import DecoderSpec
@@ -43,6 +44,13 @@ class LateGpu:
 
     def record(self) -> int:
         return self._begun
+
+    def wait(self, event: int, limit_s: float) -> bool:
+        self.run(event)
+        return True
+
+    def elapsed_us(self, start: int, end: int) -> float:
+        return float(end - start)
 
     def run(self, event: int) -> None:
         while self._done < event:
@@ -143,11 +151,31 @@ def said(tokens: torch.Tensor) -> torch.Tensor:
     return -(torch.arange(SPEC.vocab) - number).abs().float()
 
 
-def read_prompt(token_ids: Sequence[int], caches: KvCaches, row: int, start: int) -> None:
-    """As a Prefill."""
-    for place in range(start, len(token_ids)):
-        new = torch.full((1, 1, SPEC.head_dim), float(token_ids[place]))
-        caches.append(0, row, place, new, new)
+class LateReading:
+    """As a Reading of a model of so many layers, of which the last one writes the caches."""
+
+    def __init__(self, token_ids: Sequence[int], caches: KvCaches, row: int, start: int, depth: int = 3) -> None:
+        caches.forget(row, start)
+        self._prompt, self._caches, self._row = token_ids, caches, row
+        self._next, self._depth, self.layers = start, depth, depth
+
+    @property
+    def is_done(self) -> bool:
+        return self._next >= len(self._prompt)
+
+    @property
+    def length(self) -> int:
+        return min(5, len(self._prompt) - self._next)
+
+    def read(self, layers: int) -> None:
+        self.layers -= min(layers, self.layers)
+        if not self.layers:
+            for place in range(self._next, self._next + self.length):
+                new = torch.full((1, 1, SPEC.head_dim), float(self._prompt[place]))
+                self._caches.append(0, self._row, place, new, new)
+            self._next, self.layers = self._next + self.length, self._depth
+        new = torch.full((1, 1, SPEC.head_dim), float(self._prompt[0]))
+        self._caches.append(0, self._row, 0, new, new)  # which launches have overwritten
 
 
 def late_sequences(
@@ -159,9 +187,10 @@ def late_sequences(
     gpu = LateGpu()
     program: Any = LateProgram(gpu, caches, batch)
     monkeypatch.setattr("flywheel.decode.queued._on_stream_of", lambda *_: gpu.after)
-    rows = QueuedRows(program, caches, batch, 1.0)
-    prefill: Any = read_prompt
-    made = QueuedSequences(rows, caches, prefill, SPEC, CONTEXT, batch)
+    prefixes = Prefixes(caches)
+    rows = QueuedRows(program, caches, batch, 1.0, hold=prefixes.hold)
+    begin: Any = LateReading
+    made = QueuedSequences(rows, caches, prefixes, begin, SPEC, CONTEXT)
     return made, program, caches
 
 

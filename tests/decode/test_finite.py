@@ -18,6 +18,7 @@ from torch import Tensor, inf, nan
 from flywheel.decode.choices import Choices, choose, read_row, report
 from flywheel.decode.finite import _Watching, explain_text
 from flywheel.decode.generate import generate, is_tie
+from flywheel.decode.prefixes import BLOCK
 from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import Step
@@ -231,19 +232,21 @@ def test_drafts_are_taken_up_to_what_is_not_finite() -> None:
 
 
 def test_a_cache_that_is_not_finite_is_not_copied_to_another_request() -> None:
-    prompt = tuple(range(30, 60))
-    for at in (0, 4, 25):  # the first positions are kept apart
+    prompt = tuple(range(20, 57))
+    for value, at, reused in ((nan, 0, 0), (-inf, 4, 0), (inf, 25, BLOCK)):
         sequences = session_of(WEIGHTS, DType.F32, 2).sequences()
         assert isinstance(sequences, SteppedSequences)
-        sequences.join(0, prompt, 40, GREEDY)
+        sequences.join(0, prompt, 50, GREEDY, reuse=False)
         expected = [each.token for _ in range(3) for each in sequences.advance()]
-        sequences.leave(0)
         caches: Any = sequences._session.caches
-        caches._rows[1, 1, 0, 1, at] = nan
-        sequences._prefixes._first[0] = caches.first(0)
-        assert sequences.join(1, prompt, 40, GREEDY) == 0
-        assert [each.token for _ in range(3) for each in sequences.advance()] == expected
-        assert sequences.join(0, prompt, 40, GREEDY) == len(prompt) - 1
+        sequences._prefixes.clear()
+        caches.rows(1, 1, 0)[at, 1, 3] = value
+        sequences.leave(0)
+        for row, found in ((1, reused), (0, 2 * BLOCK)):
+            sequences.join(row, prompt, 50, GREEDY)
+            heard = [made.token for _ in range(6) for made in sequences.advance() if made.row == row]
+            assert heard[:3] == expected
+            assert sequences.read_of(row).reused == found
 
 
 @pytest.mark.parametrize("value", BAD)

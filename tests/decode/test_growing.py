@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,9 @@ from chorus import sing, voices
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.growing import GrowingMemory, HostGranules
-from flywheel.decode.queued import QueuedSequences
+from flywheel.decode.pieces import Arrival, Arrivals
+from flywheel.decode.prefixes import Prefixes
+from flywheel.decode.prompts import Reading
 from flywheel.decode.reference import ReferenceSession
 from flywheel.errors import CacheMemoryError, GpuMemoryError
 from flywheel.ir import TARGETS, DType, ScheduleConfig
@@ -174,26 +174,19 @@ def test_memory_of_the_host_is_the_systems_again_once_it_is_unmapped() -> None:
     granules.release(address, 2)
 
 
-class Stopped:
-    """Rows of a program that launches nothing."""
-
-    stream = staticmethod(nullcontext)
-
-    def settle(self) -> None:
-        return
-
-
 def test_a_prompt_that_torch_has_no_memory_for_leaves_its_granules_to_others() -> None:
     granules = HostGranules(limit_bytes=21 * GRANULE, nbytes=GRANULE)
-    caches = KvCaches(SPEC, DType.F32, 160, "cpu", 2, granules)
+    caches, settled = KvCaches(SPEC, DType.F32, 160, "cpu", 2, granules), []
 
-    def out(token_ids: Sequence[int], *_: object) -> None:
+    def out(token_ids: Sequence[int], *_: object) -> Reading:
         raise torch.OutOfMemoryError("no memory")
 
-    rows: Any = Stopped()
-    prefill: Any = out
-    sequences = QueuedSequences(rows, caches, prefill, SPEC, 160, 2)
-    with pytest.raises(GpuMemoryError, match="prompt of 90 tokens"):
-        sequences.join(0, [1] * 90, 100, GREEDY)
+    arrivals = Arrivals(caches, Prefixes(caches), out, lambda: settled.append(True))
+    caches.hold(0, 90)
+    arrivals.add(Arrival(0, (1,) * 90, 100, GREEDY, True))
+    assert arrivals.read(alone=True) is None and not arrivals
+    (error,) = arrivals.lost().values()
+    assert isinstance(error, GpuMemoryError) and str(error).startswith("prompt of 90 tokens: no memory")
+    assert settled == [True]
     caches.hold(1, 160, may_take=True)
     assert caches.held_bytes == 20 * GRANULE

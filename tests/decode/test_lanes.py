@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flywheel.decode.generate import generate
 from flywheel.decode.growing import HostGranules
+from flywheel.decode.prefixes import BLOCK
 from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.errors import ConfigError, UsageError
@@ -208,9 +209,10 @@ def test_a_beginning_that_another_row_read_is_right_though_free_rows_decode_at_p
     sequences.leave(0)
     sequences.join(1, (4, 4), 12, GREEDY)
     hear(sequences)
-    assert sequences.join(0, prompt, 30, GREEDY) == len(prompt) - 1
+    sequences.join(0, prompt, 30, GREEDY)
     sequences.leave(1)
     assert hear(sequences) == {0: first}
+    assert sequences.read_of(0).reused == BLOCK
 
 
 def test_a_stop_token_among_guesses_ends_the_text() -> None:

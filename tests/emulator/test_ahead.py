@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from chorus import alone, voices
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
+from flywheel.decode.prompts import Prefill, Reading
 from flywheel.decode.queued import AHEAD
 from flywheel.errors import GpuFaultError, GpuMemoryError, LaunchTimeoutError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
@@ -52,12 +54,12 @@ def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_r
 
 
 class SlowGpu(EmulatedGpu):
-    """Work that is late: nothing ends in time until it is synchronised with, or where it stops, told to stop."""
+    """Work that is late: nothing ends in time until somebody waits without a limit, or where it stops, told to stop."""
 
     late, stops = False, True
 
     def wait(self, event: None, limit_s: float) -> bool:
-        if self.abort_flag.value and self.stops:
+        if limit_s == inf or (self.abort_flag.value and self.stops):
             self.late = False
         return not self.late
 
@@ -69,14 +71,16 @@ def test_a_prompt_may_take_longer_than_a_launch(monkeypatch: pytest.MonkeyPatch)
     gpu, weights = SlowGpu(), random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     with emulated_session(gpu, program_of("counters", 3), SPEC, weights) as session:
         voice = voices(1, SPEC.vocab, CONTEXT, 3)[0]
-        expected, prefill = alone(session.sequences, voice), session._prefill
+        expected, read, late = alone(session.sequences, voice), Reading.read, []
 
-        def read(*given: object) -> None:
-            prefill(*given)  # type: ignore[arg-type]
+        def read_late(reading: Reading, layers: int) -> None:
+            read(reading, layers)
+            late.append(True)
             gpu.late = True
 
-        monkeypatch.setattr(session, "_prefill", read)
+        monkeypatch.setattr(Reading, "read", read_late)
         assert alone(session.sequences, voice) == expected
+        assert late
 
 
 @pytest.mark.parametrize(("stops", "error"), [(True, LaunchTimeoutError), (False, GpuFaultError)])
@@ -86,38 +90,40 @@ def test_a_launch_that_does_not_end_is_stopped_though_a_sequence_joins(
     gpu, weights = SlowGpu(), random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     gpu.stops = stops
     with emulated_session(gpu, program_of("counters", 3), SPEC, weights) as session:
-        monkeypatch.setattr(session, "_prefill", reading(session._prefill, 2))
         sequences = session.sequences()
         sequences.join(0, PROMPT, 20, GREEDY)
         sequences.advance()
         gpu.late = True
+        sequences.join(1, PROMPT, 20, GREEDY)
         with pytest.raises(error, match="launch: not over"):
-            sequences.join(1, PROMPT, 20, GREEDY)
+            sequences.advance()
         sequences.close()
 
 
-def reading(prefill: Callable[..., None], most: int) -> Callable[..., None]:
-    """A prefill for whose prompts memory lasts up to so many tokens."""
-
-    def read(token_ids: tuple[int, ...], *where: object) -> None:
-        if len(token_ids) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
-        prefill(token_ids, *where)
-
-    return read
-
-
 def test_a_prompt_that_memory_does_not_hold_is_refused_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    weights, through, failed = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32]), Prefill.through, []
+
+    def short(prefill: Prefill, layer: int, x: torch.Tensor, chunk: Any) -> torch.Tensor:
+        if len(x) > 2 and layer == 1:
+            failed.append(layer)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        return through(prefill, layer, x, chunk)
+
+    monkeypatch.setattr(Prefill, "through", short)
     with emulated_session(EmulatedGpu(), program_of("counters", 3), SPEC, weights) as session:
-        monkeypatch.setattr(session, "_prefill", reading(session._prefill, 2))
         with closing(session.sequences()) as sequences:
             sequences.join(0, PROMPT, 8, GREEDY)
             alone_first = [sequences.advance() for _ in range(6)]
         with closing(session.sequences()) as sequences:
             sequences.join(0, PROMPT, 8, GREEDY)
             heard = [sequences.advance()]
-            with pytest.raises(GpuMemoryError, match=r"prompt of 9 tokens: CUDA out of memory\. Tried"):
-                sequences.join(1, PROMPT * 3, 20, GREEDY)
+            sequences.join(1, PROMPT * 3, 20, GREEDY)
             heard += [sequences.advance() for _ in range(5)]
+            lost = sequences.lost()
+            assert list(lost) == [1] and isinstance(lost[1], GpuMemoryError)
+            assert str(lost[1]).startswith("prompt of 9 tokens: CUDA out of memory. Tried")
+            sequences.join(1, PROMPT, 4, GREEDY)
+            again = [made.token for _ in range(4) for made in sequences.advance()]
         assert heard == alone_first
+        assert again == [made.token for some in heard[:2] for made in some]
+        assert failed == [1, 1]  # once more with the memory of what is over

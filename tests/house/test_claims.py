@@ -22,7 +22,7 @@ from flywheel.cli.main import COMMANDS, cli
 from flywheel.cli.options import DEFAULTS, SharedOption
 from flywheel.cli.search import SAMPLERS
 from flywheel.cli.wording import OLD
-from flywheel.decode.prompts import LEAST
+from flywheel.decode.prefixes import BLOCK
 from flywheel.ir import files
 from flywheel.ir.validate import structure
 from flywheel.judge import bench
@@ -314,7 +314,7 @@ def limits_of_serve() -> Iterator[str]:
     yield f"up to {fields.MOST_STOPS} strings"
     yield f"up to {openai._MOST_OF_COMPLETIONS} for a completion; true for a chat"
     yield f"with `top_logprobs` up to {MOST_LIKELY}"
-    yield f"prefix, of {LEAST} tokens or more"
+    yield f"in blocks of {BLOCK} tokens"
     yield f"or takes over {tokenizer.LIMIT_S:g} s | 500"
     yield f"a body of more than {guard.MAX_BODY // MIB} MiB | 413"
     headers, body = (seconds for _, seconds in server._LIMITS.values())

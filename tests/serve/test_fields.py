@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from flywheel.runtime.sequences import PromptRead
 from flywheel.serve.app import make_app
 from flywheel.serve.engine import Hear
 from flywheel.serve.fields import IGNORED, NEUTRAL
@@ -30,7 +31,7 @@ class Echo:
     def ask(self, ask: Ask, hear: Hear) -> int:
         self.asked.append(ask)
         hear(Begun(0, 1))
-        hear(Ended(0, "length", 0))
+        hear(Ended(0, "length", PromptRead(0, 0)))
         return len(self.asked)
 
     def cancel(self, number: int) -> None:

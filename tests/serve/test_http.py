@@ -25,6 +25,7 @@ from serve.test_fields import COMPLETION, Echo
 from starlette.testclient import TestClient
 
 from flywheel.errors import FlywheelError
+from flywheel.runtime.sequences import PromptRead
 from flywheel.serve import server as servers
 from flywheel.serve.answers import Piece
 from flywheel.serve.app import make_app
@@ -113,7 +114,7 @@ def test_no_event_of_a_stream_has_a_character_that_splits_lines(monkeypatch: pyt
     text = "a\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n\u2026\U0001f600b"
 
     def answer(self: Echo, ask: Any, hear: Any) -> int:
-        for said in (Begun(0, 1), AnswerPiece(0, Piece(1, text)), Ended(0, "stop", 0)):
+        for said in (Begun(0, 1), AnswerPiece(0, Piece(1, text)), Ended(0, "stop", PromptRead(0, 0))):
             hear(said)
         return 0
 

@@ -53,6 +53,25 @@ def metric(served: Served, name: str) -> float:
     return float(next(line.split()[-1] for line in lines if line.startswith(name + " ")))
 
 
+def test_a_prompt_that_begins_as_another_is_counted_and_so_are_pieces_and_the_longest_gap(served: Served) -> None:
+    names = ('prompts_total{prefix="new"}', 'prompts_total{prefix="reused"}', 'tokens_total{of="reused"}',
+             "prompt_pieces_total")  # fmt: skip
+    before = {name: metric(served, f"flywheel_{name}") for name in names}
+    asked = {"model": "tiny", "max_tokens": 3, "ignore_eos": True}
+    beginning = [17, 3, 99, 250] * 10
+    for last, reused in ((5, 0), (6, 32)):
+        status, told = post(served, "/completions", json.dumps({**asked, "prompt": [*beginning, last]}).encode())
+        assert status == 200
+        assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == reused
+    status, told = post(
+        served, "/completions", json.dumps({**asked, "prompt": [*beginning, 7], "cache_prompt": False}).encode()
+    )
+    assert (status, told["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
+    found = {name: metric(served, f"flywheel_{name}") - before[name] for name in names}
+    assert found == dict(zip(names, (2, 1, 32, 3), strict=True))
+    assert 0 < metric(served, "flywheel_longest_token_gap_seconds") < HANG_S
+
+
 def post(served: Served, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
     address = urlparse(served.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)

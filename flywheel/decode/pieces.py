@@ -1,0 +1,168 @@
+"""Prompts that are read piece by piece between launches, so that other sequences go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from flywheel.decode.caches import Caches
+from flywheel.decode.memory import within_memory
+from flywheel.decode.prefixes import Prefixes
+from flywheel.decode.prompts import Reading
+from flywheel.errors import FlywheelError, GpuMemoryError
+from flywheel.runtime.sequences import PromptRead, Sampling
+
+Begin = Callable[[Sequence[int], Caches, int, int], Reading]
+"""See `Prefill.begin`."""
+
+MOST: Final = 16
+"""Most layers of a piece while others decode. The device takes about a thousand operations ahead, some twenty a layer;
+handing over more waits, without a time limit."""
+
+_FORGETS: Final = 1.1
+"""A time of which one measurement was extreme may be this much milder with the next one."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Chooses pieces that take about as long as a launch, by what launches and pieces have taken.
+
+    So a sequence waits for at most about two launches' time for a token while prompts are read. One late measurement
+    makes no piece much longer.
+    """
+
+    step_us: float | None = None
+    layer_us: dict[int, float] = field(default_factory=dict)
+    """Time of a layer by the bits of the number of tokens that pass it."""
+
+    def layers(self, tokens: int) -> int:
+        """Layers of a piece of a chunk of so many tokens, at most MOST: one, as long as nothing is known."""
+        layer_us = self._layer_us(tokens.bit_length())
+        if self.step_us is None or layer_us is None:
+            return 1
+        return max(1, int(min(MOST, self.step_us / max(layer_us, 1e-3))))
+
+    def launch_took(self, us: float) -> None:
+        """Learn the time of a launch."""
+        self.step_us = us if self.step_us is None else min(us, _FORGETS * self.step_us)
+
+    def piece_took(self, piece: PromptPiece, us: float) -> None:
+        """Learn the time of a piece of at least a layer."""
+        bits, each = piece.tokens.bit_length(), us / piece.layers
+        self.layer_us[bits] = max(each, self.layer_us.get(bits, 0.0) / _FORGETS)
+
+    def _layer_us(self, bits: int) -> float | None:
+        """By the nearest known number of tokens: more tokens take no less, and twice as many at most twice as long."""
+        more = [known for known in self.layer_us if known >= bits]
+        if more:
+            return self.layer_us[min(more)]
+        fewer = max(self.layer_us, default=None)
+        return None if fewer is None else self.layer_us[fewer] * 2.0 ** (bits - fewer)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A sequence whose prompt is to be read: the arguments of `Sequences.join`."""
+
+    row: int
+    prompt: tuple[int, ...]
+    positions: int
+    sampling: Sampling
+    reuse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """What was read: `layers` of a chunk of `tokens`, 0 if there was nothing to read. `joins` is the sequence whose
+    prompt is read with it."""
+
+    tokens: int
+    layers: int
+    joins: Arrival | None
+
+
+class Arrivals:
+    """Sequences whose prompts are read one after the other, in order of arrival. Rows have their memory already.
+
+    Beginnings that `Prefixes` has are copied when a prompt's turn comes, so that it finds those of the prompt before.
+    """
+
+    def __init__(self, caches: Caches, prefixes: Prefixes, begin: Begin, settle: Callable[[], None]) -> None:
+        """`settle` waits until no launch is running."""
+        self.pace = Pace()
+        self._caches, self._prefixes, self._begin, self._settle = caches, prefixes, begin, settle
+        self._waiting: dict[int, Arrival] = {}
+        self._reading: Reading | None = None
+        self._read: dict[int, PromptRead] = {}
+        self._lost: dict[int, FlywheelError] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._waiting
+
+    def add(self, arrival: Arrival) -> None:
+        """Let a sequence wait for its turn."""
+        self._waiting[arrival.row] = arrival
+        self._read[arrival.row] = PromptRead(0, 0)
+
+    def drop(self, row: int) -> None:
+        """Forget the prompt of a row, read or not."""
+        if self._reading is not None and row == next(iter(self._waiting), None):
+            self._reading = None
+        self._waiting.pop(row, None)
+        self._lost.pop(row, None)
+
+    def read_of(self, row: int) -> PromptRead:
+        """How the prompt of a row was read, so far."""
+        return self._read.get(row, PromptRead(0, 0))
+
+    def lost(self) -> dict[int, FlywheelError]:
+        """Rows whose prompts could not be read since the last call, with the error."""
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def read(self, *, alone: bool) -> PromptPiece | None:
+        """Read the next piece; of a whole chunk if no other sequence waits for it (`alone`). None if there is none, or
+        the device has not told yet what it needs."""
+        if not self._waiting:
+            return None
+        first = next(iter(self._waiting.values()))
+        what = f"prompt of {len(first.prompt)} tokens"
+        try:
+            try:
+                return within_memory(what, lambda: self._piece(first, alone))
+            except GpuMemoryError:
+                self._settle()
+                self._prefixes.clear()
+                self._caches.give_back()  # of sequences that are over
+                return within_memory(what, lambda: self._piece(first, alone))
+        except GpuMemoryError as error:
+            self.drop(first.row)
+            self._caches.leave(first.row)
+            self._lost[first.row] = error
+            return None
+
+    def _piece(self, first: Arrival, alone: bool) -> PromptPiece | None:
+        row, text = first.row, first.prompt[:-1]
+        reading = self._reading
+        if reading is None:
+            blocks = self._prefixes.find(first.prompt, wait=alone) if first.reuse else []
+            if blocks is None:
+                return None
+            start = self._prefixes.restore(row, blocks)
+            self._reading = reading = self._begin(text, self._caches, row, start)
+            self._read[row] = PromptRead(start, 0)
+        tokens, layers = reading.length, 0
+        if not reading.is_done:
+            layers = reading.layers if alone else min(reading.layers, self.pace.layers(tokens))
+            reading.read(layers)
+            reused, pieces = self._read[row]
+            self._read[row] = PromptRead(reused, pieces + 1)
+        if not reading.is_done:
+            return PromptPiece(tokens, layers, None)
+        self._prefixes.save(row, text)
+        self.drop(row)
+        return PromptPiece(tokens, layers, first)
