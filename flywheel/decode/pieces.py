@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from torch import Tensor
+
 from flywheel.decode.caches import Caches
 from flywheel.decode.memory import within_memory
-from flywheel.decode.prefixes import Prefixes
+from flywheel.decode.prefixes import BLOCK, RUN, Prefixes, keys_of
 from flywheel.decode.prompts import Reading
 from flywheel.errors import FlywheelError, GpuMemoryError
 from flywheel.runtime.sequences import PromptRead, Sampling
@@ -93,7 +95,7 @@ class Arrivals:
         self.pace = Pace()
         self._caches, self._prefixes, self._begin, self._settle = caches, prefixes, begin, settle
         self._waiting: dict[int, Arrival] = {}
-        self._reading: Reading | None = None
+        self._turn: _Turn | None = None
         self._read: dict[int, PromptRead] = {}
         self._lost: dict[int, FlywheelError] = {}
 
@@ -110,8 +112,8 @@ class Arrivals:
 
     def drop(self, row: int) -> None:
         """Forget the prompt of a row, read or not."""
-        if self._reading is not None and row == next(iter(self._waiting), None):
-            self._reading = None
+        if row == next(iter(self._waiting), None):
+            self._turn = None
         self._waiting.pop(row, None)
         self._lost.pop(row, None)
 
@@ -146,23 +148,44 @@ class Arrivals:
             return None
 
     def _piece(self, first: Arrival, alone: bool) -> PromptPiece | None:
-        row, text = first.row, first.prompt[:-1]
-        reading = self._reading
-        if reading is None:
-            blocks = self._prefixes.find(first.prompt, wait=alone) if first.reuse else []
+        if self._turn is None:
+            keys = keys_of(first.prompt[:-1])
+            blocks = self._prefixes.find(keys, wait=alone) if first.reuse else []
             if blocks is None:
                 return None
-            start = self._prefixes.restore(row, blocks)
-            self._reading = reading = self._begin(text, self._caches, row, start)
-            self._read[row] = PromptRead(start, 0)
-        tokens, layers = reading.length, 0
+            self._turn = _Turn(keys, blocks, len(blocks))
+        turn = self._turn
+        if (reading := turn.reading) is None:
+            # The first run comes last: launches between pieces overwrite the row's first positions.
+            while turn.left:
+                start = (turn.left - 1) // RUN * RUN
+                self._prefixes.restore(first.row, start, turn.blocks[start : turn.left])
+                turn.left = start
+                if turn.left and not alone:
+                    return PromptPiece(0, 0, None)
+            start = len(turn.blocks) * BLOCK
+            turn.reading = reading = self._begin(first.prompt[:-1], self._caches, first.row, start)
+            self._read[first.row] = PromptRead(start, 0)
+        tokens, layers, held = reading.length, 0, reading.held
         if not reading.is_done:
             layers = reading.layers if alone else min(reading.layers, self.pace.layers(tokens))
             reading.read(layers)
-            reused, pieces = self._read[row]
-            self._read[row] = PromptRead(reused, pieces + 1)
+            reused, pieces = self._read[first.row]
+            self._read[first.row] = PromptRead(reused, pieces + 1)
+        if reading.held > held:
+            self._prefixes.save(first.row, turn.keys[: reading.held // BLOCK])
         if not reading.is_done:
             return PromptPiece(tokens, layers, None)
-        self._prefixes.save(row, text)
-        self.drop(row)
+        self.drop(first.row)
         return PromptPiece(tokens, layers, first)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The prompt that is being read: its keys, and the blocks that it begins with, of which the first `left` are still
+    to be copied before its `reading` begins."""
+
+    keys: list[bytes]
+    blocks: list[Tensor]
+    left: int
+    reading: Reading | None = None

@@ -20,8 +20,8 @@ from flywheel.process import available_bytes
 BLOCK: Final = 16
 """Tokens of a block, as in vLLM."""
 
-_RUN: Final = 128
-"""Blocks that are copied together; limits the memory of copies."""
+RUN: Final = 128
+"""Blocks that are copied together; limits the memory of copies, and their time."""
 
 _SHARE: Final = 16
 """One part in so many of the device's memory is what blocks may take."""
@@ -40,11 +40,11 @@ class Prefixes:
         self._most = limit // (BLOCK * caches.save(0, 0, 1).nbytes)
         self._blocks: OrderedDict[bytes, _KeptRows] = OrderedDict()
 
-    def find(self, prompt: Sequence[int], *, wait: bool) -> list[Tensor] | None:
-        """The blocks with which a prompt without its last token begins. None if the device has not yet told whether
-        one of them is finite; with `wait`, the host waits for that. Blocks that are not finite are dropped."""
+    def find(self, keys: Sequence[bytes], *, wait: bool) -> list[Tensor] | None:
+        """The blocks with which a text of such keys begins. None if the device has not yet told whether one of them is
+        finite; with `wait`, the host waits for that. Blocks that are not finite are dropped."""
         found = []
-        for key in self._touch(_keys_of(prompt[:-1])):
+        for key in self._touch(keys):
             block = self._blocks.get(key)
             if block is None:
                 break
@@ -56,23 +56,22 @@ class Prefixes:
             found.append(block.rows)
         return found
 
-    def restore(self, row: int, blocks: Sequence[Tensor]) -> int:
-        """Write blocks to the first positions of a row. Returns the number of positions."""
-        for first in range(0, len(blocks), _RUN):
-            self._caches.load(row, first * BLOCK, torch.cat(list(blocks[first : first + _RUN])))
-        return len(blocks) * BLOCK
+    def restore(self, row: int, first: int, blocks: Sequence[Tensor]) -> None:
+        """Write up to RUN blocks to a row, from its block `first` on."""
+        self._caches.load(row, first * BLOCK, torch.cat(list(blocks)))
 
-    def save(self, row: int, tokens: Sequence[int]) -> None:
-        """Keep the blocks of a row whose first positions hold `tokens`. Keeps nothing where memory is short."""
-        keys = self._touch(_keys_of(tokens)[: self._most])
+    def save(self, row: int, all_keys: Sequence[bytes]) -> None:
+        """Keep the blocks of a row whose first positions hold a text of such keys. Keeps nothing where memory is
+        short."""
+        keys = self._touch(all_keys[: self._most])
         new = [place for place, key in enumerate(keys) if key not in self._blocks]
         if not new or not self._caches.reaches(row, len(keys) * BLOCK):
             return
         while len(self._blocks) + len(new) > self._most:
             self._blocks.popitem(last=False)
         try:
-            for first in range(new[0], len(keys), _RUN):
-                self._copy(row, first, keys[first : first + _RUN])
+            for first in range(new[0], len(keys), RUN):
+                self._copy(row, first, keys[first : first + RUN])
         except RuntimeError as error:
             if not is_exhausted(error):
                 raise
@@ -94,7 +93,7 @@ class Prefixes:
             self.clear()
             self._caches.hold(row, positions, may_take=True)
 
-    def _touch(self, keys: list[bytes]) -> list[bytes]:
+    def _touch(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The keys, whose blocks are now the most recently used: the first one most, as it serves most prompts."""
         for key in reversed(keys):
             if key in self._blocks:
@@ -148,11 +147,11 @@ class _KeptRows:
     place: int
 
 
-def _keys_of(tokens: Sequence[int]) -> list[bytes]:
+def keys_of(tokens: Sequence[int]) -> list[bytes]:
     """A key for each whole block, of all tokens up to its end."""
-    text, keys = blake2b(digest_size=16), []
+    text, keys, numbers = blake2b(digest_size=16), [], array("q", tokens)
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        text.update(array("q", tokens[start : start + BLOCK]).tobytes())
+        text.update(numbers[start : start + BLOCK])
         keys.append(text.digest())
     return keys
 

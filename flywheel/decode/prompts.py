@@ -160,6 +160,11 @@ class Reading:
         caches.forget(row, start)
 
     @property
+    def held(self) -> int:
+        """Tokens of the text that the caches hold, whole chunks of them."""
+        return self._next
+
+    @property
     def is_done(self) -> bool:
         """Whether the caches hold all of the text."""
         return self._next >= len(self._tokens)
@@ -195,10 +200,10 @@ class Reading:
         self._whole = stop
         if stop == self._prefill.depth:
             self._chunk, self._layer, self._whole, self._next = None, 0, 0, start + self.length
+            if self._first is not None:
+                caches.load(row, 0, self._first)
         if self._first is None and not self.is_done:
             self._first = caches.save(row, 0, caches.lanes)
-        elif self._first is not None and self.is_done:
-            caches.load(row, 0, self._first)
 
 
 def _keys(call: Call, layer: int) -> list[str]:

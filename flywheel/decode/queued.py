@@ -20,7 +20,7 @@ from flywheel.decode.choices import WORDS, Choices, most_asked, read_row, report
 from flywheel.decode.memory import within_memory
 from flywheel.decode.on_gpu import torch_device
 from flywheel.decode.pieces import Arrival, Arrivals, Begin, PromptPiece
-from flywheel.decode.prefixes import Prefixes
+from flywheel.decode.prefixes import Prefixes, keys_of
 from flywheel.decode.session import TokenStream
 from flywheel.errors import CacheMemoryError, FlywheelError
 from flywheel.ir import NO_TOKEN
@@ -451,7 +451,7 @@ class QueuedSequences:
         text = self._rows.text_of(row)
         if text is not None:
             with self._rows.stream():
-                self._prefixes.save(row, text[:-1])
+                self._prefixes.save(row, keys_of(text[:-1]))
         self._rows.end(row)
         self._caches.leave(row)
         self._taken.discard(row)

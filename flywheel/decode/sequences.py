@@ -12,7 +12,7 @@ import torch
 
 from flywheel.decode.choices import Choices, most_asked, read_row, report
 from flywheel.decode.pieces import Arrival, Arrivals
-from flywheel.decode.prefixes import Prefixes
+from flywheel.decode.prefixes import Prefixes, keys_of
 from flywheel.decode.session import Step, Stepped
 from flywheel.errors import CacheMemoryError, FlywheelError
 from flywheel.ir import NO_TOKEN
@@ -69,7 +69,7 @@ class SteppedSequences:
         self._arrivals.drop(row)
         left = self._rows.pop(row, None)
         if left is not None and self._lost.pop(row, None) is None:
-            self._prefixes.save(row, left.text[: left.position])
+            self._prefixes.save(row, keys_of(left.text[: left.position]))
         self._choices.free(row)
         self._session.caches.leave(row)
 

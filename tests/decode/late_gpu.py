@@ -160,6 +160,10 @@ class LateReading:
         self._next, self._depth, self.layers = start, depth, depth
 
     @property
+    def held(self) -> int:
+        return self._next
+
+    @property
     def is_done(self) -> bool:
         return self._next >= len(self._prompt)
 

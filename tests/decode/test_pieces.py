@@ -89,6 +89,8 @@ def test_whoever_comes_and_goes_and_wherever_pieces_end_each_gets_the_tokens_of_
     dice = random.Random(seed)
     monkeypatch.setattr("flywheel.decode.prompts.CHUNK", dice.choice([3, 10, 64]))
     monkeypatch.setattr(Pace, "layers", lambda *_: dice.randint(1, 5))
+    for place in ("pieces", "prefixes"):
+        monkeypatch.setattr(f"flywheel.decode.{place}.RUN", 1 + seed % 3)
     model, folder = tiny
     source = open_source(str(folder))
     target = replace(TARGETS["h100"], name="few", num_sms=6)
@@ -150,6 +152,23 @@ def test_the_others_get_a_token_with_each_piece(monkeypatch: pytest.MonkeyPatch)
     told = list(rounds(sequences, 7))  # 28 tokens are three chunks, each of two pieces
     assert [set(each) for each in told] == [{0, 1}] * 5 + [{0, 1, 2}] * 2
     assert sequences.read_of(2) == PromptRead(0, 6)
+
+
+def test_the_others_get_a_token_with_each_run_of_blocks_that_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("pieces", "prefixes"):
+        monkeypatch.setattr(f"flywheel.decode.{place}.RUN", 1)
+    monkeypatch.setattr(Pace, "layers", lambda *_: 4)
+    prompt, sequences = (*PROMPT, *PROMPT[:9]), sequences_of(3)
+    sequences.join(2, prompt, CONTEXT, GREEDY)
+    expected = [each[2] for each in rounds(sequences, 6)]
+    sequences.join(0, (4, 7), CONTEXT, GREEDY)
+    list(rounds(sequences, 3))
+    sequences.leave(2)
+    sequences.join(1, prompt, CONTEXT, GREEDY)
+    told = list(rounds(sequences, 7))
+    assert [set(each) for each in told] == [{0}, *[{0, 1}] * 6]  # one of two runs, then the other one with the rest
+    assert [each[1] for each in told[1:]] == expected
+    assert sequences.read_of(1) == PromptRead(32, 1)
 
 
 def test_nobody_waits_for_pieces_where_nobody_else_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

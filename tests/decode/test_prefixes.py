@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flywheel.decode.growing import HostGranules
-from flywheel.decode.prefixes import BLOCK, Prefixes
+from flywheel.decode.prefixes import BLOCK, Prefixes, keys_of
 from flywheel.decode.prompts import Prefill
 from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
@@ -169,13 +169,13 @@ def test_the_least_recently_used_blocks_go_first_and_the_ends_of_texts_before_th
     texts = [[token] * (3 * BLOCK) for token in range(3)]
     for text in texts[:2]:
         session.prefill(text)
-        prefixes.save(0, text)
-    held = [prefixes.find([*text, 9], wait=False) for text in texts]
+        prefixes.save(0, keys_of(text))
+    held = [prefixes.find(keys_of(text), wait=False) for text in texts]
     assert [len(blocks or []) for blocks in held] == [2, 3, 0]
-    prefixes.find([*texts[0], 9], wait=False)
+    prefixes.find(keys_of(texts[0]), wait=False)
     session.prefill(texts[2])
-    prefixes.save(0, texts[2])
-    held = [prefixes.find([*text, 9], wait=False) for text in texts]
+    prefixes.save(0, keys_of(texts[2]))
+    held = [prefixes.find(keys_of(text), wait=False) for text in texts]
     assert [len(blocks or []) for blocks in held] == [2, 0, 3]
 
 
@@ -184,13 +184,13 @@ def test_of_a_text_that_exceeds_the_bound_the_beginning_stays() -> None:
     prefixes = Prefixes(session.caches, 2 * BLOCK_BYTES)
     text = list(range(3 * BLOCK))
     session.prefill(text)
-    prefixes.save(0, text)
-    blocks = prefixes.find([*text, 9], wait=False)
+    prefixes.save(0, keys_of(text))
+    blocks = prefixes.find(keys_of(text), wait=False)
     assert blocks is not None and len(blocks) == 2
     assert sum(block.untyped_storage().nbytes() for block in blocks) == 2 * BLOCK_BYTES
     small = Prefixes(session.caches, BLOCK_BYTES - 1)
-    small.save(0, text)
-    assert small.find(text, wait=False) == []
+    small.save(0, keys_of(text))
+    assert small.find(keys_of(text), wait=False) == []
 
 
 def test_where_a_sequence_finds_no_memory_the_blocks_give_theirs_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_where_a_sequence_finds_no_memory_the_blocks_give_theirs_back(monkeypatc
     assert isinstance(sequences, SteppedSequences)
     sequences.join(0, BEGINNING, 44, GREEDY)
     heard(sequences, 0, 1)
-    assert sequences._prefixes.find(BEGINNING, wait=True)
+    assert sequences._prefixes.find(keys_of(BEGINNING), wait=True)
     hold, tried = session.caches.hold, list[int]()
 
     def held(row: int, positions: int, *, may_take: bool = False) -> None:
@@ -217,11 +217,11 @@ def test_a_copy_for_which_memory_is_short_is_left_out(monkeypatch: pytest.Monkey
     session = session_of(1)
     prefixes = Prefixes(session.caches)
     session.prefill(BEGINNING)
-    prefixes.save(0, BEGINNING[:BLOCK])
+    prefixes.save(0, keys_of(BEGINNING[:BLOCK]))
 
     def short(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
 
     monkeypatch.setattr(session.caches, "save", short)
-    prefixes.save(0, BEGINNING)
-    assert prefixes.find(BEGINNING, wait=True) == []
+    prefixes.save(0, keys_of(BEGINNING))
+    assert prefixes.find(keys_of(BEGINNING), wait=True) == []
