@@ -95,7 +95,7 @@ class Arrivals:
         self.pace = Pace()
         self._caches, self._prefixes, self._begin, self._settle = caches, prefixes, begin, settle
         self._waiting: dict[int, Arrival] = {}
-        self._turn: _Turn | None = None
+        self._turn: _PromptTurn | None = None
         self._read: dict[int, PromptRead] = {}
         self._lost: dict[int, FlywheelError] = {}
 
@@ -153,7 +153,7 @@ class Arrivals:
             blocks = self._prefixes.find(keys, wait=alone) if first.reuse else []
             if blocks is None:
                 return None
-            self._turn = _Turn(keys, blocks, len(blocks))
+            self._turn = _PromptTurn(keys, blocks, len(blocks))
         turn = self._turn
         if (reading := turn.reading) is None:
             # The first run comes last: launches between pieces overwrite the row's first positions.
@@ -181,7 +181,7 @@ class Arrivals:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _PromptTurn:
     """The prompt that is being read: its keys, and the blocks that it begins with, of which the first `left` are still
     to be copied before its `reading` begins."""
 
