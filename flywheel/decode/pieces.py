@@ -12,7 +12,7 @@ from flywheel.decode.caches import Caches
 from flywheel.decode.memory import within_memory
 from flywheel.decode.prefixes import BLOCK, RUN, Prefixes, keys_of
 from flywheel.decode.prompts import Reading
-from flywheel.errors import FlywheelError, GpuMemoryError
+from flywheel.errors import CacheMemoryError, FlywheelError, GpuMemoryError
 from flywheel.runtime.sequences import PromptRead, Sampling
 
 Begin = Callable[[Sequence[int], Caches, int, int], Reading]
@@ -85,9 +85,10 @@ class PromptPiece:
 
 
 class Arrivals:
-    """Sequences whose prompts are read one after the other, in order of arrival. Rows have their memory already.
+    """Sequences whose prompts are read one after the other, in order of arrival.
 
-    Beginnings that `Prefixes` has are copied when a prompt's turn comes, so that it finds those of the prompt before.
+    A row that has too little memory for its prompt gets it when the prompt's turn comes. Beginnings that `Prefixes` has
+    are copied then, too, so that a prompt finds those of the prompt before.
     """
 
     def __init__(self, caches: Caches, prefixes: Prefixes, begin: Begin, settle: Callable[[], None]) -> None:
@@ -117,6 +118,12 @@ class Arrivals:
         self._waiting.pop(row, None)
         self._lost.pop(row, None)
 
+    @property
+    def needs_memory(self) -> bool:
+        """Whether the next piece is one for whose row memory is taken. Then no launch may be running."""
+        first = next(iter(self._waiting.values()), None)
+        return first is not None and not self._caches.reaches(first.row, len(first.prompt))
+
     def read_of(self, row: int) -> PromptRead:
         """How the prompt of a row was read, so far."""
         return self._read.get(row, PromptRead(0, 0))
@@ -127,13 +134,17 @@ class Arrivals:
         return lost
 
     def read(self, *, alone: bool) -> PromptPiece | None:
-        """Read the next piece; of a whole chunk if no other sequence waits for it (`alone`). None if there is none, or
-        the device has not told yet what it needs."""
+        """Read the next piece, or take the memory that the prompt needs; a whole chunk if no other sequence waits for
+        it (`alone`). None if there is none, or the device has not told yet what it needs."""
         if not self._waiting:
             return None
         first = next(iter(self._waiting.values()))
         what = f"prompt of {len(first.prompt)} tokens"
         try:
+            if self.needs_memory:
+                self._prefixes.hold(first.row, len(first.prompt))
+                if not alone:
+                    return PromptPiece(0, 0, None)
             try:
                 return within_memory(what, lambda: self._piece(first, alone))
             except GpuMemoryError:
@@ -141,7 +152,7 @@ class Arrivals:
                 self._prefixes.clear()
                 self._caches.give_back()  # of sequences that are over
                 return within_memory(what, lambda: self._piece(first, alone))
-        except GpuMemoryError as error:
+        except (CacheMemoryError, GpuMemoryError) as error:
             self.drop(first.row)
             self._caches.leave(first.row)
             self._lost[first.row] = error

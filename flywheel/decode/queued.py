@@ -427,17 +427,15 @@ class QueuedSequences:
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
     ) -> None:
-        """See `Sequences.join`. The launches go on, unless the row needs more memory. Then also raises errors of
-        `QueuedRows.take`, if one of them does not end."""
+        """See `Sequences.join`. A row that needs more memory while launches are queued gets it later."""
         check_join(self._spec, self._context, self._taken, row, prompt, positions)
-        if not self._caches.reaches(row, len(prompt)):
-            self._rows.settle()
-        try:
-            with self._rows.stream():
-                self._prefixes.hold(row, len(prompt))
-        except CacheMemoryError:
-            self._caches.leave(row)
-            raise
+        if not self._rows.ahead or self._caches.reaches(row, len(prompt)):
+            try:
+                with self._rows.stream():
+                    self._prefixes.hold(row, len(prompt))
+            except CacheMemoryError:
+                self._caches.leave(row)
+                raise
         self._arrivals.add(Arrival(row, tuple(prompt), positions, sampling, reuse))
         self._taken.add(row)
 
@@ -471,8 +469,10 @@ class QueuedSequences:
 
     def _fill(self) -> None:
         """Queue launches, with a piece before each while there are prompts. Waits for a piece that no launch
-        follows."""
+        follows. Queues nothing until all launches are over where a prompt's row needs memory."""
         while self._rows.ahead <= (_AHEAD_OF_PROMPTS if self._arrivals else AHEAD):
+            if self._rows.ahead and self._arrivals.needs_memory:
+                return
             span = self._read() if self._arrivals else None
             if not self._rows.enqueue(span):
                 if span is not None and not self._rows.ahead:

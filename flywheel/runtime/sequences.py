@@ -165,7 +165,7 @@ class Sequences(Protocol):
         instead of read.
 
         Raises UsageError for a token or position out of range and for a row in use, and CacheMemoryError if other
-        sequences hold the memory that the prompt needs.
+        sequences hold the memory that the prompt needs. `lost` has that error where it shows only later.
         """
 
     def read_of(self, row: int) -> PromptRead:

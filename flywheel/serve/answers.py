@@ -121,6 +121,11 @@ class Answer(Iterator[Piece]):
         """Whether no more tokens will be made."""
         return self._finish is not None or self._closed or self._error is not None
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no token of it was made."""
+        return self._left == self.request.max_tokens
+
     def begin(self) -> None:
         """Start waiting for a row. Raises UsageError if the decoder is closed."""
         if not self._begun and not self._closed:
@@ -262,16 +267,23 @@ class Batch:
                 self._free(made.row)
 
     def _lose(self, row: int, error: FlywheelError) -> None:
-        """End the answer of a row that is already free."""
+        """End the answer of a row that is already free. One that has not begun waits for memory of others."""
         answer = self._decoding().get(row)
-        if answer is not None:
-            answer.fail(error)
         self._rows.pop(row, None)
         self._is_short = False
+        if answer is not None:
+            self._refuse(answer, error)
+
+    def _refuse(self, answer: Answer, error: FlywheelError) -> None:
+        """Let an answer that finds no memory beside others wait until one of them leaves; end any other one."""
+        if isinstance(error, CacheMemoryError) and answer.is_new and self._rows:
+            self._waiting.appendleft(ref(answer))
+            self._is_short = True
+        else:
+            answer.fail(error)
 
     def _admit(self, sequences: Sequences) -> None:
-        """Let one answer join. If there is no memory for its caches beside those of others, it waits until one of them
-        leaves."""
+        """Let one answer join."""
         free = [row for row in range(sequences.batch) if row not in self._rows]
         waiting = _held(self._waiting)
         if not free or not waiting or self._is_short:
@@ -284,14 +296,8 @@ class Batch:
         except (GpuFaultError, LaunchTimeoutError) as error:  # from launches of the decoding answers
             answer.fail(error)
             raise
-        except CacheMemoryError as error:
-            if not self._rows:
-                answer.fail(error)
-                return
-            self._waiting.appendleft(ref(answer))
-            self._is_short = True
         except FlywheelError as error:
-            answer.fail(error)
+            self._refuse(answer, error)
         else:
             self._rows[row] = ref(answer)
 

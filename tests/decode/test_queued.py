@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 from chorus import alone, sing, voices
-from decode.late_gpu import CONTEXT, GRANULE, SPEC, late_sequences, speech
+from decode.late_gpu import CONTEXT, GRANULE, SPEC, LateReading, late_sequences, speech
 
 from flywheel.decode.queued import AHEAD, QueuedSequences, decode_ahead
 from flywheel.errors import CacheMemoryError
@@ -29,6 +29,59 @@ def test_launches_are_queued_ahead_and_none_behind_the_last_token(monkeypatch: p
     sequences.join(0, [3, 1, 4], 20, GREEDY)
     seen = [program.launches for _ in iter(sequences.advance, [])]
     assert seen == [min(1 + AHEAD + made, 18) for made in range(18)]
+
+
+def test_a_prompt_is_read_between_launches_of_which_few_are_queued_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences, program, _ = late_sequences(monkeypatch, 2)
+    for row in (1, 0):
+        sequences.join(row, [3, 1, 4], 100, GREEDY)
+        heard = [sequences.advance() for _ in range(4)]
+        sequences.leave(1)
+    prompt, pieces, queued = [5] * 30, [], []
+    read = LateReading.read
+
+    def counted(reading: LateReading, layers: int) -> None:
+        pieces.append(program.launches)
+        read(reading, 1)
+
+    monkeypatch.setattr(LateReading, "read", counted)
+    sequences.join(1, prompt, 40, GREEDY)
+    done = program.launches - AHEAD
+    while not any(made.row == 1 for made in heard[-1]):
+        heard.append(sequences.advance())
+        done += 1
+        queued.append(program.launches - done)
+    assert pieces == list(range(pieces[0], pieces[0] + 3 * 6))  # one before each launch: three layers of six chunks
+    assert queued[:4] == [AHEAD - 1, AHEAD - 2, 1, 1] and set(queued[2:-2]) == {1}
+    tokens = [made.token for some in heard for made in some if made.row == 0]
+    assert tokens == speech([3, 1, 4], len(tokens))
+    assert drain(sequences)[0][1] == speech(prompt, 11)[1:]
+
+
+@pytest.mark.parametrize("granules", [None, 1 + 8])
+def test_a_row_gets_memory_for_a_prompt_once_the_launches_are_over_while_others_get_their_tokens(
+    granules: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences, program, caches = late_sequences(monkeypatch, 2, granules)
+    sequences.join(0, [3, 1, 4], 190, GREEDY)
+    heard = [sequences.advance() for _ in range(3)]
+    assert program.launches == 3 + AHEAD
+    prompt = [5] * (12 if granules is None else 199)
+    sequences.join(1, prompt, 200, GREEDY)
+    monkeypatch.setattr(sequences._rows, "settle", None)  # which would wait for all launches at once
+    heard += [sequences.advance() for _ in range(AHEAD)]
+    assert not caches.reaches(1, 10)
+    heard += [sequences.advance() for _ in range(20)]
+    assert all(any(made.row == 0 for made in some) for some in heard)
+    lost = sequences.lost()
+    tokens = {row: [made.token for some in heard for made in some if made.row == row] for row in (0, 1)}
+    if granules is None:
+        assert lost == {} and len(tokens[1]) > 5
+        assert caches.reaches(1, 12)
+    else:
+        assert list(lost) == [1] and isinstance(lost[1], CacheMemoryError)
+        assert "199 positions of a sequence take" in str(lost[1])
+    assert tokens == {0: speech([3, 1, 4], len(tokens[0])), 1: speech(prompt, len(tokens[1]))}
 
 
 def drain(sequences: QueuedSequences) -> tuple[dict[int, list[int]], dict[int, CacheMemoryError], list[int]]:

@@ -5,9 +5,11 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from decode.late_gpu import late_sequences, speech
 
 from flywheel.decode import opening
 from flywheel.decode.growing import HostGranules
@@ -22,8 +24,10 @@ from flywheel.errors import (
     UsageError,
 )
 from flywheel.ir import DType
-from flywheel.runtime.sequences import GREEDY, Made, Sampling
+from flywheel.runtime.sequences import GREEDY, Made, Request, Sampling
+from flywheel.serve.answers import Answer, Batch, Speller
 from flywheel.serve.decoder import Decoder
+from flywheel.serve.text import Streamer
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +224,29 @@ def test_an_answer_whose_caches_find_no_memory_waits_for_another_to_end_or_fails
         with pytest.raises(CacheMemoryError, match="65 positions of a sequence"):
             list(grows)
         assert short.complete("xyz", max_tokens=30).text == expected[1]
+
+
+def test_an_answer_for_which_memory_is_missing_once_launches_are_over_waits_for_another_to_end(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences, _, _ = late_sequences(monkeypatch, 3, granules=1 + 8)
+    session: Any = SimpleNamespace(sequences=lambda: sequences)
+    batch = Batch(session, lambda texts: [""] * len(texts))
+    first, last, other = (
+        Answer(batch, Request(prompt, tokens), GREEDY, Streamer(()), Speller(lambda _: []))
+        for prompt, tokens in (((3, 1, 4), 30), ((5,) * 150, 9), ((6,) * 199, 2))
+    )
+    first.begin()
+    heard = [piece.token_id for _ in range(5) for piece in (batch.advance(), first.ready())[1]]
+    last.begin()
+    while not first.is_over:
+        batch.advance()
+        assert not last.ready()
+    heard += [piece.token_id for piece in first.ready()]
+    assert heard == speech((3, 1, 4), 30)
+    assert [piece.token_id for piece in last] == speech((5,) * 150, 9)
+    assert [piece.token_id for piece in other] == speech((6,) * 199, 2)
+    batch.close()
 
 
 def test_a_stop_that_is_one_text_is_one_word(decoder: Decoder) -> None:
