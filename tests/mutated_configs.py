@@ -93,7 +93,7 @@ def base_of(family: str) -> dict[str, Any]:
     """A tiny config of a family, with all keys that transformers writes."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(family, **SIZES, **_OWN.get(family, {}))
+    config = AutoConfig.for_model(family, **{**SIZES, **_OWN.get(family, {})})
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [FAMILIES[family].architecture]}
 
 

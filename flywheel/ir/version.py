@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-IR_VERSION: Final = "0.5.0"
-"""Version of the on-disk format. A minor bump adds fields, a major one breaks readers."""
+IR_VERSION: Final = "0.6.0"
+"""Newest version of the on-disk format. A minor bump adds fields, a major one breaks readers. A program has the oldest
+version that can express it."""
 
 ABI_VERSION: Final = "0.2"
 """Version of the on-device structs."""

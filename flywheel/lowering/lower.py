@@ -9,6 +9,7 @@ from typing import Final
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
 from flywheel.ir.compressed import NO_LAYERS, Layers, Span, index_of, moved, table_of
+from flywheel.ir.needed import needed_version
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope, TileSet
 from flywheel.lowering.fusion import plan_fusion
@@ -66,6 +67,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
         counters=table_of(tables.counters, layers),
         tasks=tasks,
         config=config,
+        ir_version=needed_version(tables.runs),
         ranks=len(graphs),
     )  # fmt: skip
     variant_of(program)  # raises where threads, shared memory or ring are out of bounds

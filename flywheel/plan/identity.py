@@ -19,7 +19,7 @@ _VERSION: Final = "2-"
 _FOLLOWING: Final = ("rows", "formats", "ranked")
 """Fields of the kernel variant that follow from the tasks."""
 
-_AS_BEFORE: Final = {"0.4.0": "0.3.0", "0.5.0": "0.3.0"}
+_AS_BEFORE: Final = {"0.4.0": "0.3.0", "0.5.0": "0.3.0", "0.6.0": "0.3.0"}
 """Format version -> the version that ids hold for it. Such a version adds to the format and leaves older programs' ids
 as they are."""
 

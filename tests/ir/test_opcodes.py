@@ -59,5 +59,5 @@ def test_every_required_param_has_a_type_and_every_inherited_one_is_a_param() ->
 
 
 def test_versions_and_limits_are_as_specified() -> None:
-    assert (IR_VERSION, ABI_VERSION) == ("0.5.0", "0.2")
+    assert (IR_VERSION, ABI_VERSION) == ("0.6.0", "0.2")
     assert (ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_WAITS, ABI_MAX_RANK) == (8, 4, 8, 4)

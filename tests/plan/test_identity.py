@@ -59,7 +59,7 @@ def test_sharing_of_records_does_not_matter(tiny: MegakernelProgram) -> None:
 
 
 def test_a_version_that_only_adds_leaves_ids_as_they_were(tiny: MegakernelProgram) -> None:
-    for version in ("0.3.0", "0.4.0"):
+    for version in ("0.3.0", "0.4.0", "0.5.0", "0.6.0"):
         assert program_id(replace(tiny, ir_version=version)) == program_id(tiny)
 
 

@@ -31,8 +31,8 @@ __all__ = ["CODES", "Finding", "ValidationResult", "validate"]
 
 
 def validate(program: object, strict: bool = False) -> ValidationResult:
-    """Prove `program` safe, or say why it is not. Never raises. `strict` makes page aliasing and unwritten columns
-    errors.
+    """Prove `program` safe, or say why it is not. Never raises. `strict` makes errors of page aliasing, unwritten
+    columns and unknown params.
 
     Each family of rules relies on the ones before it, so it runs only if those found nothing.
     """

@@ -59,7 +59,7 @@ CODES: Final = MappingProxyType(
 )
 """Code of a finding -> its meaning."""
 
-STRICT_CODES: Final = frozenset({"page-alias", "partial-write"})
+STRICT_CODES: Final = frozenset({"page-alias", "partial-write", "unknown-param"})
 """Warnings that strict validation turns into errors."""
 
 MAX_FINDINGS: Final = 100

@@ -177,6 +177,14 @@ CASES: list[tuple[str, str, Plant]] = [
 ]  # fmt: skip
 
 
+def test_a_param_that_a_later_version_adds_is_an_error_where_a_program_is_to_run(
+    tiny: MegakernelProgram, with_task: Change
+) -> None:
+    newer = replace(with_task(tiny, 101, params={"dilation": 2}), ir_version="0.99.0")
+    assert validate(newer).ok
+    assert [finding.code for finding in validate(newer, strict=True).errors] == ["unknown-param"]
+
+
 def test_a_config_may_ask_for_all_the_shared_memory_of_a_block(tiny: MegakernelProgram) -> None:
     assert validate(_with_smem(tiny, 232448), strict=True).ok
 
