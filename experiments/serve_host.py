@@ -26,7 +26,7 @@ from serve_speed import write_model
 
 from flywheel.errors import CacheMemoryError
 from flywheel.models.catalog import CATALOG
-from flywheel.runtime.sequences import Made, Sampling
+from flywheel.runtime.sequences import Made, PromptRead, Sampling
 from flywheel.serve.app import make_app
 from flywheel.serve.decoder import Decoder
 from flywheel.serve.engine import Engine
@@ -51,12 +51,11 @@ class Free:
     def sequences(self) -> Any:
         return self
 
-    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True) -> int:
+    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True) -> None:
         self._rows[row] = positions - len(prompt) + 1
-        return 0
 
-    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        return free[0]
+    def read_of(self, row: int) -> PromptRead:
+        return PromptRead(0, 0)
 
     def leave(self, row: int) -> None:
         self._rows.pop(row, None)

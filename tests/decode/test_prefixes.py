@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flywheel.decode.growing import HostGranules
-from flywheel.decode.prefixes import BLOCK, Prefixes, keys_of
+from flywheel.decode.prefixes import BLOCK, Prefixes, _Check, keys_of
 from flywheel.decode.prompts import Prefill
 from flywheel.decode.reference import ReferenceSession
 from flywheel.decode.sequences import SteppedSequences
@@ -211,6 +211,27 @@ def test_where_a_sequence_finds_no_memory_the_blocks_give_theirs_back(monkeypatc
         sequences.join(1, [60] * 150, 151, GREEDY)
     assert tried == [2, 0]
     assert heard(sequences, 0, 3) == fresh(BEGINNING, 4)[1:]
+
+
+def test_nobody_waits_until_the_device_has_told_whether_a_block_is_finite(
+    read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences, known = session_of(2).sequences(), []
+    monkeypatch.setattr(_Check, "is_over", property(lambda _: bool(known)))
+    sequences.join(0, BEGINNING, 60, GREEDY)
+    heard(sequences, 0, 2)
+    sequences.join(1, BEGINNING, 60, GREEDY)
+    told = [made.row for _ in range(5) for made in sequences.advance()]
+    assert told == [0] * 5 and len(read) == 1
+    known.append(True)
+    assert heard(sequences, 1, 4) == fresh(BEGINNING, 4)
+    assert sequences.read_of(1).reused == SHARED
+    known.clear()
+    sequences.leave(0)
+    sequences.leave(1)
+    sequences.join(0, BEGINNING, 60, GREEDY)  # alone, so it waits for the device
+    assert [made.row for made in sequences.advance()] == [0]
+    assert sequences.read_of(0).reused == SHARED
 
 
 def test_a_copy_for_which_memory_is_short_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
