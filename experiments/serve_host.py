@@ -104,8 +104,8 @@ def measure(folder: Path, rows: int, tokens: int) -> dict[str, float]:
     """us a token, by process."""
     engine = Engine(partial(make_decoder, folder, rows), 64)
     engine.start()
-    assert engine._process is not None and engine._process.pid is not None
-    worker = engine._process.pid
+    assert engine._child is not None and engine._child._process.pid is not None
+    worker = engine._child._process.pid
     tokenizers = children(worker)
     with bound("127.0.0.1", 0) as listener:
         config = uvicorn.Config(make_app(engine, "made-up"), log_level="warning", access_log=False)
