@@ -74,7 +74,7 @@ def test_a_prompt_that_begins_as_another_is_counted_and_so_are_pieces_and_the_lo
 
 def post(served: Served, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
     address = urlparse(served.url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=HANG_S)
     connection.request("POST", address.path + path, body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read())
