@@ -30,6 +30,7 @@
 # generate:MODEL                   a token of a text, and the first one behind a long prompt
 # together:MODEL                   tokens of eight sequences
 # load:MODEL                       loading a bundle beside weights that are on the GPU
+# join:MODEL                       how long sequences wait for a token while another one's prompt is read
 # ragged:MODEL                     sequences at positions of their own
 # lookup:MODEL                     tokens a launch and us a token with guesses
 # serve:WORK[:ENGINES]             what 1 client and 8 wait for behind a server, and behind transformers,vllm
@@ -163,6 +164,7 @@ part() {
       best "$name.schedule.json" "$model" bf16 1 &&
         script "$name.generate_speed.txt" generate_speed.py --gpu "$gpu" --works "$model:$name.schedule.json" ;;
     together) script "$name.together.txt" together.py "$model" --max-sequences 1 8 --sampling greedy warm top_p ;;
+    join) script "$name.join_gap.txt" join_gap.py "$model" ;;
     load) script "$name.load_speed.txt" load_speed.py "$model" --gpu "$gpu" --gpu-too ;;
     ragged) script "$name.ragged.txt" ragged.py "$model" ;;
     lookup) script "$name.lookup_speed.txt" lookup_speed.py --model "$model" --gpu "$gpu" ;;
@@ -210,7 +212,7 @@ all=(
   batches:llama3.2-1b:cublas batches:llama3-8b:cublas contexts:llama3.2-1b:cublas
   long:llama3.1-8b:32768:25:45
   generate:llama3.2-1b generate:llama3-8b serve:llama3-8b together:llama3.2-1b ragged:llama3.2-1b ragged:llama3-8b
-  load:llama3-8b lookup:llama3.2-1b lookup:llama3-8b verdict:llama3.2-1b verdict:llama3-8b mpk sanitizer readme
+  join:llama3-8b load:llama3-8b lookup:llama3.2-1b lookup:llama3-8b verdict:llama3.2-1b verdict:llama3-8b mpk sanitizer readme
   random:llama3.2-1b random:llama3.2-1b/int4:150 random:llama3.2-1b/fp8:150
   random:llama3-8b random:llama3-8b/int4:150 random:llama3-8b/fp8:150
   measured:llama3.2-1b:150:2 measured:llama3-8b:150:2

@@ -22,8 +22,9 @@ MOST: Final = 16
 """Most layers of a piece while others decode. The device takes about a thousand operations ahead, some twenty a layer;
 handing over more waits, without a time limit."""
 
-_FORGETS: Final = 1.1
-"""A time of which one measurement was extreme may be this much milder with the next one."""
+_FORGETS: Final = 1.25
+"""A step may seem this much longer, and a layer this much shorter, with each measurement: one that is far off makes no
+piece much longer, and is forgotten."""
 
 
 @dataclass(slots=True)
