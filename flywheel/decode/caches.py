@@ -54,15 +54,17 @@ class Caches(Protocol):
     def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
         """Get memory for a sequence's first `positions`, which include those that upcoming launches write.
 
-        With `may_take`, memory of ended sequences may be reused, whose rows then start empty; no launch may be running.
-        Raises CacheMemoryError, and changes nothing, if there is not enough memory.
+        With `may_take`, memory of ended sequences may be reused, whose rows then start empty; no launch may be running,
+        and torch's operations on its current stream are waited for. Raises CacheMemoryError, and changes nothing, if
+        there is not enough memory.
         """
 
     def leave(self, row: int) -> None:
         """End a sequence. Its memory stays for the row's next sequence, or for another one that needs it."""
 
     def give_back(self) -> None:
-        """Free the memory of ended sequences for other uses than caches. No launch may be running."""
+        """Free the memory of ended sequences for other uses than caches. No launch may be running, and torch's
+        operations on its current stream are waited for."""
 
     def close(self) -> None:
         """Free all memory. No sequence may be in use."""
@@ -159,6 +161,8 @@ class KvCaches:
         """See `Caches.hold`."""
         if self._growing is None:
             return
+        if may_take and not self.reaches(row, positions):
+            self._finish_torch()
         try:
             new = self._growing.hold(row, positions, may_take=may_take)
         except CacheMemoryError:
@@ -177,7 +181,14 @@ class KvCaches:
     def give_back(self) -> None:
         """See `Caches.give_back`."""
         if self._growing is not None:
+            self._finish_torch()
             self._growing.give_back()
+
+    def _finish_torch(self) -> None:
+        """Wait for operations that may use the memory of rows: copies of what an ended sequence left, and pieces of a
+        prompt whose sequence has left."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         """See `Caches.close`."""

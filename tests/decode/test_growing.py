@@ -164,6 +164,21 @@ def test_granules_made_before_memory_ran_out_unforeseen_come_back() -> None:
     assert len(granules._made) == 1  # everybody's
 
 
+def test_memory_moves_only_when_torch_has_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    granules = HostGranules(limit_bytes=30 * GRANULE, nbytes=GRANULE)
+    caches, finished = KvCaches(SPEC, DType.F32, CONTEXT, "cpu", 2, granules), list[int]()
+    monkeypatch.setattr(caches, "_finish_torch", lambda: finished.append(len(granules._made)))
+    caches.hold(0, 150, may_take=True)
+    held = len(granules._made)
+    caches.hold(0, 150, may_take=True)
+    caches.leave(0)
+    caches.hold(1, 150, may_take=True)
+    caches.leave(1)
+    caches.give_back()
+    assert finished == [1, held, held]
+    assert len(granules._made) == 1
+
+
 def test_memory_of_the_host_is_the_systems_again_once_it_is_unmapped() -> None:
     granules = HostGranules(nbytes=GRANULE)
     address = granules.reserve(2)
