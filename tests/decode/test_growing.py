@@ -110,7 +110,7 @@ def test_every_position_that_was_held_has_a_granule_of_its_own(
     positions: int, context: int, streams: int, position_bytes: int
 ) -> None:
     granules = Counted()
-    memory = GrowingMemory(granules, 2, streams, context, position_bytes)
+    memory = GrowingMemory(granules, 2, [position_bytes] * streams, context)
     positions = min(positions, context)
     for row in (1, 0):
         memory.hold(row, positions)
