@@ -60,7 +60,7 @@ def search(spec: CampaignSpec, seeds: int, folder: Path) -> list[Search]:
         site = stack.enter_context(open_site(spec, workload.target))
         url = f"sqlite:///{folder / spec.model}.looked.db"
         looked = stack.enter_context(open_store(url))  # stays empty, so that nothing is looked up
-        foresight = stack.enter_context(Foresight(workload, predictor, spec.predictions, jobs_of(spec.jobs)))
+        foresight = stack.enter_context(Foresight(workload, predictor, jobs_of(spec.jobs)))
         engine, environment = stack.enter_context(open_engine(spec, site, workload, looked, predictor))
         for seed in range(seeds):
             one = replace(spec, seed=seed, name=f"{spec.model}-near-s{seed}", trials=spec.trials + engine.width)

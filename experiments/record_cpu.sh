@@ -111,18 +111,6 @@ judge_samplers() {
   return "$failed"
 }
 
-# The files' last one counts as today's kernels; of qwen3-0.6b, older kernels alone were measured.
-replay_measured() {
-  local old=results/archive/h200 failed=0 model
-  local new=("$old/results.4c6a0c0.tsv" "$old/results.2720eab.tsv" results/gpu/results.tsv)
-  for model in llama3.2-1b llama3-8b; do
-    script replay_measured.py "${new[@]}" --model "$model" || failed=1
-    echo
-  done
-  script replay_measured.py "$old/results.tsv" "$old/results.5e854ba.tsv" --model qwen3-0.6b || failed=1
-  return "$failed"
-}
-
 calibration() {
   local table=results/gpu/calibration.tsv campaign each randoms=() only=() kernels=()
   head_of flywheel import "$table" --campaign EACH --name EACH --store calibration.db
@@ -164,7 +152,8 @@ timed() {
       script samplers.py --samplers descent,local,tpe,random --seeds 5 && echo &&
         script samplers.py --works llama3.2-1b/h200 --seeds 5 --trials 80 --samplers descent,local,tpe,random ;;
     warm_start) script warm_start.py --seeds 3 ;;
-    judge_samplers | replay_measured | emulated) "$1" ;;
+    replay_measured) script replay_measured.py ;;
+    judge_samplers | emulated) "$1" ;;
     serve_storm) tests -v --durations 1 -m slow tests/serve/test_server.py -k ten_thousand ;;
     crash_resume)
       script crash_resume.py --kills "${size:-20}" && echo && script crash_resume.py --kills "${size:-20}" --postgresql ;;

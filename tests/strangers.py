@@ -142,7 +142,7 @@ class Strangers:
         yield "import", "s.json", "--name", "x", "--measure", "predict", "--store", "s.db"
 
     def _campaign(self, random: Random) -> Iterator[Sequence[object]]:
-        good = {"sampler": "random", "seed": 3, "until": 0.9, "patience": 2, "predictions": 9, "fix": {}}
+        good = {"sampler": "random", "seed": 3, "until": 0.9, "patience": 2, "fix": {}}
         lines = [f"{name} = {json.dumps(value)}\n" for name, value in good.items()]
         if random.random() < 0.5:
             name, odd = random.choice([*good, "name"]), json.dumps(random.choice(ODD))

@@ -22,7 +22,7 @@ from flywheel.search.gains import Gains, gains_in_words, gains_of
 from flywheel.search.knowledge.known import Known
 from flywheel.search.provenance import find_campaign, origin_text
 from flywheel.search.run import Start, run_search
-from flywheel.search.spec import DEFAULT_PREDICTIONS, CampaignSpec, check_name
+from flywheel.search.spec import CampaignSpec, check_name
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.workload import default_context
 from flywheel.store.places import check_apart, make_store_url, store_name
@@ -147,7 +147,6 @@ def search(
     warm: bool | None = None,
     machine: str | Path | None = None,
     prefilter: float | None = None,
-    predictions: int = DEFAULT_PREDICTIONS,
     fix: Mapping[str, str | SupportsIndex] | None = None,
     name: str | None = None,
     store: str | Path = "flywheel.db",
@@ -175,7 +174,7 @@ def search(
     spec = CampaignSpec(
         model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights, measure=measure, jobs=jobs,
         engine=engine, workers=workers, ray_address=ray_address, name=name, prefilter=prefilter,
-        predictions=predictions, machine=None if machine is None else str(machine),
+        machine=None if machine is None else str(machine),
         fix={knob: str(value) for knob, value in (fix or {}).items()}, **chosen,
     )  # fmt: skip
     started: list[Start] = []

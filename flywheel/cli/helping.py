@@ -23,7 +23,7 @@ HEADINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "Schedule": ("--config", "--campaign", "--set", "--format", "--measured", "--best", "--corpus"),
         "Method": (
             "--measure", "--sampler", "--seed", "--seeds", "--warm", "--fix", "--machine", "--prefilter",
-            "--predictions", "--against", "--rounds", "--device", "--lookup", "--position", "--positions", "--order",
+            "--against", "--rounds", "--device", "--lookup", "--position", "--positions", "--order",
             "--verify", "--against-unquantised", "--text", "--alias",
         ),
         "Budget": ("--trials", "--time", "--until", "--patience", "--fail-if-slower"),

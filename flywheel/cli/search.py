@@ -92,8 +92,6 @@ def _default(name: str, text: str) -> str:
 @click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
 @click.option("--prefilter", type=float, metavar="FACTOR",
               help="Do not measure a schedule whose predicted latency is over FACTOR times that of the best.")
-@click.option("--predictions", type=int, metavar="N", help=_default(
-    "predictions", "Predictions from which the sampler descent chooses what to measure, on a calibrated GPU."))
 @click.option("--fix", type=setting, callback=once, metavar="NAME=VALUE", multiple=True,
               help="Fix the value of a knob (see flywheel knobs); repeatable.")
 @click.option("--name", metavar="NAME", help="Name of the campaign.  [default: derived from the workload]")
@@ -262,11 +260,13 @@ def _latency_source(start: Start, asked: str) -> str:
 
 
 def _beginning(start: Start, asked: str) -> Iterator[str]:
-    """The lines that say where latencies come from, what was measured of this work before, and whose schedules this
-    search tries first."""
+    """The lines that say where latencies come from, what was measured of this work before, and what this search
+    learns from or whose schedules it tries first."""
     yield _latency_source(start, asked)
     yield _known(start)
-    if start.starts and not start.known:
+    if start.lessons:
+        yield f"Learns from {start.lessons:,} measurements of other works; --cold goes without."
+    elif start.starts and not start.known:
         works = [work_named(warm.model, warm.gpu, warm.dtype, warm.context, 1, warm.weights) for warm in start.starts]
         yield f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
 

@@ -67,14 +67,10 @@ def bytes_per_token(spec: DecoderSpec, dtype: DType, formats: WeightFormats = PL
         return dtype.nbytes(prod(shape)) if own is None else own.nbytes(shape, dtype)
 
     once = {**model_weight_shapes(spec), "embed": (1, spec.hidden), HEAD: (spec.vocab, spec.hidden)}
-    layers = sum(
-        count * nbytes(role, shape)
-        for own, count in spec.layer_kinds.items()
-        for role, shape in layer_weight_shapes(own).items()
-    )
+    a_layer = sum(nbytes(role, shape) for role, shape in layer_weight_shapes(spec).items())
     gathered = spec.tied_head and formats.of(HEAD) is None  # the head is the embedding
     whole = sum(nbytes(role, shape) for role, shape in once.items() if role != "embed" or not gathered)
-    return whole + layers
+    return whole + spec.n_layers * a_layer
 
 
 def _tensors(block: Block, sources: set[str]) -> list[tuple[BufferKind, int]]:

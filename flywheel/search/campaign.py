@@ -28,6 +28,7 @@ from flywheel.search.knowledge.known import Known
 from flywheel.search.knowledge.warm import starts_of
 from flywheel.search.noise import gain
 from flywheel.search.rows import to_record
+from flywheel.search.sampling.expectation import Lessons
 from flywheel.search.sampling.foresight import Foreseen, Foresight, Prefilter
 from flywheel.search.sampling.study import NOT_TRIED, CampaignStudy, Told
 from flywheel.search.space import Space
@@ -118,11 +119,12 @@ class CampaignRun:
         environment: Environment,
         predictor: Predictor = STOCK,
         foresight: Foresight | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         self._spec, self._name, self._space = spec, name, space
         self._store, self._engine, self._environment = store, engine, environment
         factor = spec.prefilter
-        self._foresight = foresight
+        self._foresight, self._lessons = foresight, lessons
         self._prefilter = None if factor is None else Prefilter(factor, predictor, space.workload)
         self._measured = spec.measure == "cuda"
         self._own = 0  # trials of this run
@@ -134,8 +136,11 @@ class CampaignRun:
         self._seeds: set[str] = set()
         campaign = store.campaign(name)
         self._priors = [] if campaign is None else priors_of(campaign)
+        self._sure = list(self._priors)  # what is tried first even if a sampler weighs the other starts
         if campaign is not None and spec.warm:
-            self._priors += [start.config for start in starts_of(campaign)]
+            starts = starts_of(campaign)
+            self._priors += [start.config for start in starts]
+            self._sure += [start.config for start in starts if start.distance == 0.0]
         self._learn(store.trials(name))
 
     def _learn(self, known: Sequence[TrialRecord]) -> None:
@@ -154,7 +159,13 @@ class CampaignRun:
             tried = {self._space.to_config(choice).config_id for choice, _ in inside}
             self._left = prod(len(dimension.values) for dimension in self._space.dimensions) - len(tried)
         self._study = CampaignStudy(
-            self._space, self._spec.sampler, self._spec.seed, inside, self._measured, self._foresight
+            self._space,
+            self._spec.sampler,
+            self._spec.seed,
+            inside,
+            self._measured,
+            self._foresight,
+            self._lessons,
         )
         self._enqueue()
 
@@ -172,8 +183,15 @@ class CampaignRun:
                 self._study.enqueue(choice)
 
     def _first(self) -> list[dict[str, Value]]:
-        """The configs to try before the sampler proposes any: imported, good for similar work, good in general."""
-        return [*map(self._space.nearest, self._priors), *self._space.known_good()]
+        """The configs to try before the sampler proposes any: imported, good for similar work, good in general.
+
+        A sampler with lessons weighs these starts itself, but for imported ones and those of this very work.
+        """
+        known = [*map(self._space.nearest, self._priors), *self._space.known_good()]
+        if self._foresight is None or self._lessons is None:
+            return known
+        self._seeds |= {self._space.to_config(each).config_id for each in (*known, *self._lessons.starts)}
+        return [*map(self._space.nearest, self._sure)]
 
     def run(self, watch: WatchProgress, interrupted: Callable[[], bool]) -> CampaignResult:
         """Run until a budget is spent or `interrupted` returns true. Trials that have begun are finished and kept."""

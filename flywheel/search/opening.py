@@ -20,6 +20,10 @@ from flywheel.store.sql import Store
 
 _WORK: Final = ("model", "gpu", "dtype", "context", "batch", "weights", "measure")
 
+_LEARNS: Final = "learns_before"
+"""The key of what `learns_before` says in the JSON of a campaign's spec."""
+
+
 def resumed(spec: CampaignSpec, store: Store, fresh: bool, given: Collection[str]) -> CampaignSpec:
     """`spec` with the METHOD of the campaign that it resumes, but for the options `given`, which somebody chose."""
     assert spec.name is not None
@@ -28,16 +32,35 @@ def resumed(spec: CampaignSpec, store: Store, fresh: bool, given: Collection[str
     return replace(spec, **{option: value for option, value in own.items() if option not in given})
 
 
+def learns_before(spec: CampaignSpec, store: Store, fresh: bool) -> str | None:
+    """The time before which measurements of other works teach the campaign that `spec` opens; None where none do.
+
+    It is now for a new campaign. One that is resumed keeps the time, so that it learns the same again.
+    """
+    assert spec.name is not None
+    campaign = None if fresh else _newest(store, spec.name)[0]
+    if campaign is not None:
+        kept: str | None = json.loads(campaign.spec).get(_LEARNS)
+        return kept
+    return _now() if spec.seeds and spec.warm and spec.measure == "cuda" else None
+
+
 def open_campaign(
-    spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str = MODEL_VERSION
+    spec: CampaignSpec,
+    space: Space,
+    store: Store,
+    fresh: bool,
+    predictor: str = MODEL_VERSION,
+    learns: str | None = None,
 ) -> str:
     """The name of the campaign to run: the newest of that name, or with `fresh` a new one (`name.2`, ...).
 
-    `predictor` is the version of the cost model that it asks. The first run of an imported campaign decides its METHOD.
+    `predictor` is the version of the cost model that it asks. A new campaign `learns` from what was measured before
+    that time. The first run of an imported campaign decides its METHOD.
 
     Raises UsageError where the campaign of that name searched something else, or in another way.
     """
-    while (name := _open_or_create(spec, space, store, fresh, predictor)) is None:
+    while (name := _open_or_create(spec, space, store, fresh, predictor, learns)) is None:
         pass
     return name
 
@@ -60,7 +83,9 @@ def _method(campaign: Campaign) -> dict[str, Any]:
     }
 
 
-def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str) -> str | None:
+def _open_or_create(
+    spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str, learns: str | None
+) -> str | None:
     """Open or create the campaign; None if another process was faster, and took the name or decided the METHOD."""
     assert spec.name is not None
     newest, name = _newest(store, spec.name)
@@ -70,9 +95,8 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
     starts = choose_starts(store, space, spec.measure, predictor) if spec.seeds and spec.warm else []
     if spec.seeds and spec.warm and spec.measure == "cuda":
         starts += shipped_starts(space, NEIGHBOURS - len(starts), [start.config.config_id for start in starts])
-    known = {"decoder": asdict(space.workload.spec), "predictor": predictor, **described(starts)}
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    campaign = to_campaign(spec, name, created_at=now, **known)
+    known = {"decoder": asdict(space.workload.spec), "predictor": predictor, _LEARNS: learns, **described(starts)}
+    campaign = to_campaign(spec, name, created_at=_now(), **known)
     try:
         store.create_campaign(campaign)
     except StoreError:
@@ -80,6 +104,10 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
             raise
         return None
     return campaign.name
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _decided(campaign: Campaign, spec: CampaignSpec, store: Store) -> bool:

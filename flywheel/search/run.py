@@ -16,8 +16,10 @@ from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.knobs import check_kernels
 from flywheel.search.knowledge.known import Known, answer_of, best_known
+from flywheel.search.knowledge.lessons import lessons_for, taught_by
 from flywheel.search.knowledge.warm import WarmStart, starts_of
-from flywheel.search.opening import open_campaign, resumed
+from flywheel.search.opening import learns_before, open_campaign, resumed
+from flywheel.search.sampling.expectation import Lessons
 from flywheel.search.sampling.foresight import Foresight, is_calibrated
 from flywheel.search.sampling.samplers import make_sampler
 from flywheel.search.sampling.study import CampaignStudy
@@ -36,7 +38,7 @@ class Start:
 
     `predictor` is the version of the cost model that predictions would use. `best_known` is the best schedule of this
     very work that was measured before. `notes` are what users should know of the model's weights, and of measurements
-    that were passed over.
+    that were passed over. `lessons` counts the measurements of other works that this search learns from.
     """
 
     spec: CampaignSpec
@@ -49,6 +51,7 @@ class Start:
     predictor: str = MODEL_VERSION
     best_known: Known | None = None
     notes: tuple[Note, ...] = ()
+    lessons: int = 0
 
 
 def run_search(
@@ -88,12 +91,14 @@ def run_search(
         spec = resumed(spec, store, fresh, given)
         if site.measure != "cuda" and spec.sampler != "grid" and not {*BUDGETS} & {*given}:
             spec = replace(spec, patience=PREDICTED_PATIENCE)
+        learns = learns_before(spec, store, fresh)
+        lessons = None if learns is None else lessons_for(space, taught_by(store, workload, learns))
         with (
-            Foresight(workload, predictor, spec.predictions, jobs) as foresight,
-            _begun(spec, space, foresight, is_calibrated(predictor, workload)) as steering,
+            Foresight(workload, predictor, jobs) as foresight,
+            _begun(spec, space, foresight, is_calibrated(predictor, workload), lessons) as steering,
             open_engine(spec, site, workload, store, predictor) as (engine, environment),
         ):
-            name = open_campaign(spec, space, store, fresh, predictor.version)
+            name = open_campaign(spec, space, store, fresh, predictor.version, learns)
             sizes = [len(dimension.values) for dimension in space.dimensions]
             known = len(trials_of(store.trials(name)))
             campaign = store.campaign(name)
@@ -103,31 +108,33 @@ def run_search(
             before = best_known(workload, store, tell=told.append)
             notes = notes_of_search(workload, spec.measure == "cuda") + tuple([Note("schedule", line) for line in told])
             counts = known, searched, prod(sizes)
-            announce(Start(spec, name, *counts, environment, starts, predictor.version, before, notes))
-            campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor, steering)
+            taught = 0 if lessons is None or steering is None else len(lessons.losses)
+            announce(Start(spec, name, *counts, environment, starts, predictor.version, before, notes, taught))
+            campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor, steering, lessons)
             result = campaign_run.run(watch, interrupted)
             return replace(result, foreseen=foresight.said, answer=answer_of(workload, store, name, before))
 
 
 @contextmanager
-def _begun(spec: CampaignSpec, space: Space, foresight: Foresight, calibrated: bool) -> Iterator[Foresight | None]:
+def _begun(
+    spec: CampaignSpec, space: Space, foresight: Foresight, calibrated: bool, lessons: Lessons | None
+) -> Iterator[Foresight | None]:
     """What steers a search that measures, if anything does: it makes its first predictions while the GPU gets ready.
 
     What the campaign's own study asks for will be known then: both ask for the same.
     """
-    if spec.measure != "cuda" or not spec.predictions or not calibrated or spec.sampler != "descent":
+    if spec.measure != "cuda" or not calibrated or spec.sampler != "descent":
         yield None
         return
-    thread = Thread(target=_foresee, args=(spec, space, foresight), daemon=True)
+    thread = Thread(target=_foresee, args=(spec, space, foresight, lessons), daemon=True)
     if foresight.jobs > 1:
         thread.start()
     yield foresight
 
 
-def _foresee(spec: CampaignSpec, space: Space, foresight: Foresight) -> None:
-    """Ask a study for a trial that is none of the known good ones. A process that dies is the campaign's news."""
-    study = CampaignStudy(space, spec.sampler, spec.seed, [], measured=True, foresight=foresight)
-    study.enqueue(space.known_good()[0])
-    study.ask()
+def _foresee(spec: CampaignSpec, space: Space, foresight: Foresight, lessons: Lessons | None = None) -> None:
+    """Ask a study for its first trials. A process that dies is the campaign's news."""
+    study = CampaignStudy(space, spec.sampler, spec.seed, [], True, foresight, lessons)
     with suppress(WorkerDiedError):
-        study.ask()
+        for _ in space.known_good():
+            study.ask()

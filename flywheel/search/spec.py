@@ -19,7 +19,6 @@ from flywheel.measure.columns import MAX_NAME
 from flywheel.store.campaign import DEFAULT_CONTEXT, Campaign, work_key, work_named
 
 DEFAULT_TRIALS = 120
-DEFAULT_PREDICTIONS = 400
 
 METHOD: Final = ("sampler", "seed", "seeds", "warm")
 """Options that say how a campaign proposes schedules. All its runs have the same."""
@@ -31,8 +30,8 @@ PREDICTED_PATIENCE: Final = 60
 """Trials without a gain after which a search that predicts ends, where nobody chose a budget: further predictions
 cannot be told apart, and only measurements could."""
 
-_MOST: Mapping[str, int] = {"jobs": 1024, "workers": 1024, "predictions": 10**6}
-"""The most that a campaign may ask for: processes (`jobs`, `workers`), and predictions before the first trial."""
+_MOST: Mapping[str, int] = {"jobs": 1024, "workers": 1024}
+"""The most processes that a campaign may ask for."""
 _MOST_OF_ALL = 2**63 - 1
 """The largest integer that a store can hold, in every other option."""
 
@@ -52,7 +51,7 @@ class CampaignSpec:
     `jobs` processes predict on this machine; None is one a core. `workers` counts the GPUs that measure or, on Ray, the
     processes that predict; None takes all that there are. `machine` is the file of a calibration, whose constants
     replace the GPU's own. With `prefilter`, the search does not measure a schedule whose prediction exceeds the best
-    one's by more than that factor. Sampler descent makes `predictions` predictions before it proposes a measurement.
+    one's by more than that factor.
     """
 
     model: str
@@ -76,13 +75,12 @@ class CampaignSpec:
     warm: bool = True
     machine: str | None = None
     prefilter: float | None = None
-    predictions: int = DEFAULT_PREDICTIONS
     fix: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for option in ("context", "batch", "trials", "jobs", "patience", "workers", "seed", "predictions"):
-            value, least = getattr(self, option), int(option not in ("seed", "predictions"))
+        for option in ("context", "batch", "trials", "jobs", "patience", "workers", "seed"):
+            value, least = getattr(self, option), int(option != "seed")
             if value is not None and value < least:
                 raise UsageError(f"{option}={value} is less than {least}")
             if value is not None and value > (most := _MOST.get(option, _MOST_OF_ALL)):

@@ -27,7 +27,7 @@ _SPEC_TYPES: Final = MappingProxyType(
         **dict.fromkeys(("context", "batch", "seed", "trials", "predictions"), (int,)),
         **dict.fromkeys(("patience", "jobs", "workers"), (int, _NONE)),
         **dict.fromkeys(("time_s", "until", "prefilter"), (int, float, _NONE)),
-        **dict.fromkeys(("ray_address", "machine", "name", "weights"), (str, _NONE)),
+        **dict.fromkeys(("ray_address", "machine", "name", "weights", "learns_before"), (str, _NONE)),
         **dict.fromkeys(("seeds", "warm"), (bool,)),
         **dict.fromkeys(("priors", "starts"), (list,)),
         "fix": (dict,),

@@ -210,7 +210,7 @@ def test_a_program_that_no_command_would_read_is_not_written(run: Run, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "most"), [("jobs", 10**9, 1024), ("workers", 2000, 1024), ("predictions", 10**7, 10**6)]
+    ("option", "value", "most"), [("jobs", 10**9, 1024), ("workers", 2000, 1024)]
 )
 def test_a_campaign_that_asks_for_too_much_is_refused(run: Run, option: str, value: int, most: int) -> None:
     told = f"{option}={value} is more than {most}"

@@ -19,10 +19,10 @@ from flywheel.cli import text
 from flywheel.cli.examples import EXAMPLES
 from flywheel.cli.export import FORMATS
 from flywheel.cli.main import COMMANDS, cli
-from flywheel.cli.options import DEFAULTS, SharedOption
+from flywheel.cli.options import SharedOption
 from flywheel.cli.search import SAMPLERS
 from flywheel.cli.wording import OLD
-from flywheel.decode import pieces, prefixes, prompts
+from flywheel.decode.prefixes import BLOCK
 from flywheel.ir import files
 from flywheel.ir.validate import structure
 from flywheel.judge import bench
@@ -34,8 +34,8 @@ from flywheel.models.formats import CODES
 from flywheel.runtime.sequences import MOST_LIKELY
 from flywheel.search import finals
 from flywheel.search import spec as campaigns
-from flywheel.search.knowledge import pricing, warm
-from flywheel.search.sampling import descending, descent, foreseen
+from flywheel.search.knowledge import lessons, pricing, warm
+from flywheel.search.sampling import descending, descent, expectation, foreseen
 from flywheel.search.space import make_space
 from flywheel.search.trials import forks, measuring
 from flywheel.search.workload import make_workload
@@ -242,10 +242,11 @@ def numbers_of_searches() -> Iterator[str]:
     yield f"A fifth of the later descents begin at one of the first {NUMBERS[descent._FIRST]} schedules"
     yield f"Of the others, {descent._DETOURS:.0%} begin with a *detour*".replace("%", " %")
     yield f"one of the {descent._ENDS} best local optima"
-    yield f"`--predictions` predictions ({DEFAULTS['predictions']} by default)"
     yield f"one for each usable core, at most {forks.MOST_JOBS}"
-    yield f"measures the {NUMBERS[foreseen._FIRST]} best predictions"
-    yield f"Every {NUMBERS[foreseen._QUOTA]}h trial changes"
+    yield f"The {NUMBERS[foreseen._FIRST]} of which most is expected are measured first"
+    yield f"{expectation._WEIGHT:g} is expected at first"
+    yield f"with its {lessons._EACH} best measurements, as far as they lose less than {100 * lessons._WITHIN:g} %"
+    yield f"up to {lessons._ALL} of all campaigns"
     yield f"the best schedules of the {NUMBERS[warm.NEIGHBOURS]} most similar workloads"
     yield f"A final has up to {NUMBERS[finals.ROUNDS]} rounds"
 
@@ -270,7 +271,7 @@ def limits() -> Iterator[str]:
     yield f"pages that are damaged (in files up to {vetting._CHECKED_BYTES // MIB} MiB)"
     yield f"| 10^{len(str(vetting._LEAST_STEPS)) - 1}, and {vetting._STEPS_A_BYTE} for each byte of the file |"
     most = campaigns._MOST
-    yield f"| {most['jobs']} jobs or workers, 10^{len(str(most['predictions'])) - 1} predictions |"
+    yield f"| {most['jobs']} jobs or workers |"
     yield (
         f"| {tokenizing.MAX_BYTES // 2**30} GiB, {tokenizer.LIMIT_S:g} s for an answer, {tokenizing.MAX_SECONDS} s of "
         "a processor"
@@ -314,7 +315,7 @@ def limits_of_serve() -> Iterator[str]:
     yield f"up to {fields.MOST_STOPS} strings"
     yield f"up to {openai._MOST_OF_COMPLETIONS} for a completion; true for a chat"
     yield f"with `top_logprobs` up to {MOST_LIKELY}"
-    yield f"in blocks of {prefixes.BLOCK} tokens"
+    yield f"in blocks of {BLOCK} tokens"
     yield f"or takes over {tokenizer.LIMIT_S:g} s | 500"
     yield f"a body of more than {guard.MAX_BODY // MIB} MiB | 413"
     headers, body = (seconds for _, seconds in server._LIMITS.values())
@@ -325,13 +326,6 @@ def limits_of_serve() -> Iterator[str]:
     yield f"{child._START_S / 60:g} minutes without being ready"
     pauses = engine._PAUSES_S
     yield f"pauses of up to {max(pauses):g} s, {len(pauses)} times in about {NUMBERS[round(sum(pauses) / 60)]} minutes"
-
-
-def limits_of_decoding() -> Iterator[str]:
-    """Pieces of docs/decode.md."""
-    yield f"copies of cache rows in blocks of {prefixes.BLOCK} tokens"
-    yield f"Up to {prompts.CHUNK:,} tokens pass through the model together"
-    yield f"has at most {pieces.MOST} layers"
 
 
 def power(number: int) -> str:
@@ -346,11 +340,6 @@ def test_counts_of_the_docs_are_those_of_the_code(root: Path) -> None:
 def test_what_a_search_does_has_the_numbers_of_the_code(root: Path) -> None:
     told = prose(root / "docs" / "search.md")
     assert [piece for piece in numbers_of_searches() if piece not in told] == []
-
-
-def test_limits_of_decoding_are_those_of_the_code(root: Path) -> None:
-    told = prose(root / "docs" / "decode.md")
-    assert [piece for piece in limits_of_decoding() if piece not in told] == []
 
 
 def test_limits_of_the_server_are_those_of_the_code(root: Path) -> None:

@@ -51,15 +51,14 @@ def is_calibrated(predictor: Predictor, workload: Workload) -> bool:
 
 
 class Foresight:
-    """Predicts configs for a sampler, which may ask for `budget` of them before its first proposal.
+    """Predicts configs for a sampler.
 
     With several `jobs`, that many processes predict; they start with the first question and end with this object. With
     one job this process predicts. Each config is predicted once. Latencies do not depend on the number of processes.
     Any thread may ask.
     """
 
-    def __init__(self, workload: Workload, predictor: Predictor, budget: int, jobs: int) -> None:
-        self.budget: Final = budget
+    def __init__(self, workload: Workload, predictor: Predictor, jobs: int) -> None:
         self.jobs: Final = jobs
         self._workload, self._predictor = workload, predictor
         self._known: dict[str, Future[float | None]] = {}  # by config id

@@ -38,6 +38,10 @@ class GridSampler(BaseSampler):
         self._finished: dict[int, Tried] = {}
         self._values: dict[str, Sequence[Any]] = {}
 
+    def begin(self, distributions: Mapping[str, BaseDistribution]) -> None:
+        """Say what the knobs are, so that the very first point is proposed, too. Without it, the first trial tells."""
+        self._known = dict(sorted(distributions.items()))
+
     @abstractmethod
     def propose(self, grid: Grid, tried: Sequence[Tried], number: int) -> Point:
         """The point of trial `number`; `tried` are all other trials, sorted by number."""

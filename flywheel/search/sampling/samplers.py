@@ -16,6 +16,7 @@ from flywheel.errors import UnknownNameError, UsageError
 from flywheel.installing import install_line
 from flywheel.ir.show import did_you_mean
 from flywheel.search.sampling.descending import DescentSampler
+from flywheel.search.sampling.expectation import Lessons
 from flywheel.search.sampling.foreseen import Expect, Foresee, ForeseenSampler
 from flywheel.search.sampling.local import LocalSampler
 
@@ -73,14 +74,14 @@ _STATELESS: Final = frozenset({"descent", "local"})
 class Steering:
     """The predictions that steer a sampler whose trials are measured.
 
-    `foresee` predicts parameters: `budget` of them before the first proposal, from `starts` on. `expect` announces
-    parameters that will be asked for. `foresee` is None where predictions are not to be trusted.
+    `foresee` predicts parameters; it is None where predictions are not to be trusted. `expect` announces parameters
+    that may be asked for. `starts` are worth a first trial, and `lessons` are what other works teach.
     """
 
     foresee: Foresee | None = None
     starts: Sequence[Mapping[str, Any]] = ()
-    budget: int = 0
     expect: Expect = lambda parameters: None
+    lessons: Lessons | None = None
 
 
 def make_sampler(name: str, seed: int, known: int, measured: Steering | None = None) -> BaseSampler:
@@ -102,4 +103,4 @@ def make_sampler(name: str, seed: int, known: int, measured: Steering | None = N
             return SAMPLERS[name](drawn)
         if measured.foresee is None:
             return LocalSampler(drawn)
-        return ForeseenSampler(drawn, measured.foresee, measured.starts, measured.budget, measured.expect)
+        return ForeseenSampler(drawn, measured.foresee, measured.starts, measured.expect, measured.lessons)

@@ -17,6 +17,8 @@ from optuna.trial import Trial, TrialState, create_trial
 from flywheel.ir import ScheduleConfig
 from flywheel.process import one_blas_thread, one_torch_thread, while_wanted
 from flywheel.search.knobs import Choice, Value
+from flywheel.search.sampling.expectation import Lessons
+from flywheel.search.sampling.foreseen import ForeseenSampler
 from flywheel.search.sampling.foresight import Foresight
 from flywheel.search.sampling.samplers import ORDER_AWARE, Steering, make_sampler, uses_torch
 from flywheel.search.space import Dimension, Space
@@ -61,7 +63,7 @@ class CampaignStudy:
     samplers away from neighbours that are better than predicted.
 
     Objectives, in us, are measured if `measured`, else predicted. With `foresight`, which needs a Space, a sampler can
-    ask for predictions before it proposes what to measure.
+    ask for predictions before it proposes what to measure; `lessons` are what other works teach it.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class CampaignStudy:
         known: Sequence[tuple[Choice, Told]],
         measured: bool = False,
         foresight: Foresight | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = space
@@ -85,12 +88,14 @@ class CampaignStudy:
         self._one_thread: Callable[[], AbstractContextManager[None]] = (
             one_torch_thread if uses_torch(sampler) else nullcontext
         )
-        made = make_sampler(sampler, seed, len(known), self._measured(foresight) if measured else None)
+        made = make_sampler(sampler, seed, len(known), self._steering(foresight, lessons) if measured else None)
         self._study = optuna.create_study(direction="minimize", sampler=made)
+        if isinstance(made, ForeseenSampler):
+            made.begin(self._distributions)
         for choice, objective in known:
             self.add(choice, objective)
 
-    def _measured(self, foresight: Foresight | None) -> Steering:
+    def _steering(self, foresight: Foresight | None, lessons: Lessons | None) -> Steering:
         if foresight is None:
             return Steering()
         space = self._space
@@ -107,8 +112,9 @@ class CampaignStudy:
         def expect(asked: Sequence[Mapping[str, Value]]) -> None:
             foresight.expect(configs(asked))
 
-        starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in space.known_good()]
-        return Steering(foresee, starts, foresight.budget, expect)
+        begun = [*space.known_good(), *(lessons.starts if lessons is not None else ())]
+        starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in begun]
+        return Steering(foresee, starts, expect, lessons)
 
     def enqueue(self, choice: Choice) -> None:
         """Queue `choice` for the next `ask`."""

@@ -22,8 +22,9 @@ from flywheel.models.catalog import CATALOG
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.campaign import CampaignResult, CampaignRun
 from flywheel.search.knowledge.importing import import_priors
+from flywheel.search.knowledge.lessons import taught_by
 from flywheel.search.knowledge.warm import FEATURES, NEIGHBOURS, carry, choose_starts, distance, starts_of
-from flywheel.search.opening import open_campaign
+from flywheel.search.opening import learns_before, open_campaign
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, to_campaign
 from flywheel.search.trials.engine import EvaluationSetup, InlineEngine
@@ -122,6 +123,32 @@ def test_a_campaign_begins_with_the_best_schedules_of_the_nearest_work_then_the_
     assert site.starts() == ["near", "far"]
     assert site.configs()[: len(wanted)] == wanted
     assert {record.source for record in site.store.trials("home")[: len(wanted)]} == {"seed"}
+
+
+def test_measurements_of_other_works_teach_and_those_of_this_work_with_other_kernels(site: Site) -> None:
+    later = "2999-01-01"
+    for name, work in (("near", on("h200")), ("same", HOME)):
+        site.search(name, work, trials=9)
+    assert taught_by(site.store, HOME, later) == []  # predictions teach nothing
+    rows = [replace(measured(row, 7.0 + row.trial), predictor=None) for row in site.store.trials("near")]
+    site.add("measured near", on("h200"), "cuda", rows)
+    site.add("measured here", HOME, "cuda", [measured(row) for row in site.store.trials("same")])
+    (near,) = taught_by(site.store, HOME, later)
+    assert near.workload == on("h200")
+    assert min(latency_us for _, latency_us in near.rows) == 7.0
+    site.add("older", HOME, "cuda", [replace(measured(row), kernels="older") for row in site.store.trials("same")])
+    assert len(taught_by(site.store, HOME, later)) == 2
+    assert taught_by(site.store, HOME, rows[0].created_at) == []
+
+
+def test_a_campaign_that_is_resumed_learns_from_what_was_measured_before_it_began(site: Site) -> None:
+    spec = CampaignSpec(HOME.model, HOME.target.name, context=HOME.context, measure="cuda", name="home")
+    learns = learns_before(spec, site.store, fresh=False)
+    open_campaign(spec, make_space(HOME), site.store, fresh=False, learns=learns)
+    assert learns is not None
+    assert learns_before(spec, site.store, fresh=False) == learns
+    assert learns_before(spec, site.store, fresh=True) != learns
+    assert learns_before(replace(spec, name="cold", warm=False), site.store, fresh=False) is None
 
 
 def test_only_schedules_pass_and_every_start_is_measured_again(site: Site) -> None:

@@ -10,7 +10,7 @@ from flywheel.cost_model import MACHINES, STOCK, Predictor
 from flywheel.ir import ScheduleConfig
 from flywheel.search.knobs import Choice
 from flywheel.search.run import _foresee
-from flywheel.search.sampling.foreseen import ForeseenSampler
+from flywheel.search.sampling.foreseen import _PAIRS, ForeseenSampler
 from flywheel.search.sampling.foresight import Foreseen, Foresight, is_calibrated, predict_config
 from flywheel.search.sampling.local import LocalSampler
 from flywheel.search.sampling.samplers import Steering, make_sampler
@@ -36,8 +36,7 @@ class Table(Space):
 class Oracle:
     """Predictions of a table, and a list of how many were asked for at once."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self) -> None:
         self.asked: list[int] = []
         self.unexpected: list[int] = []
         self.expected: set[str] = set()
@@ -76,6 +75,11 @@ def measured(choice: Choice) -> float | None:
     return None if foreseen is None else foreseen * (1.0 + wrong)
 
 
+def apart(one: Choice, other: Choice) -> int:
+    """Knobs in which they differ."""
+    return sum(one[name] != other[name] for name in one)
+
+
 def drive(study: CampaignStudy, trials: int) -> list[tuple[dict[str, Any], float | None]]:
     told = []
     for _ in range(trials):
@@ -92,64 +96,57 @@ def begin(space: Space, oracle: Any, seed: int = 0, known: Sequence[Any] = ()) -
     return study
 
 
-def test_the_best_predictions_are_measured_first_and_differ_in_some_knobs(table: Table) -> None:
-    told = drive(begin(table, Oracle(600)), 8)
-    first = [choice for choice, _ in told[2:]]
-    assert first[0] == BEST
-    assert all((predicted(choice) or 1e9) <= 108.0 + 4.0 for choice in first)
-    assert all(sum(one[name] != other[name] for name in one) >= 1 for one in first for other in first if one != other)
+def test_after_the_starts_each_trial_is_one_or_two_knobs_away_from_one_of_the_best(table: Table) -> None:
+    told = drive(begin(table, Oracle()), 40)
+    for count in range(2, 40):
+        assert min(apart(told[count][0], choice) for choice, _ in told[:count]) <= 2
+
+
+def test_the_starts_of_which_most_is_expected_are_measured_first(table: Table) -> None:
+    study = CampaignStudy(table, "descent", 0, [], measured=True, foresight=Oracle())  # type: ignore[arg-type]
+    told = drive(study, 2)
+    starts = sorted(table.known_good(), key=lambda choice: predicted(choice) or 1e9)
+    assert [choice for choice, _ in told] == starts
 
 
 def test_measurements_find_what_predictions_are_wrong_about(table: Table) -> None:
     every = [measured({**BEST, "k4": k4, "k7": k7}) or 1e9 for k4 in range(6) for k7 in range(4)]
     for seed in range(3):
-        told = drive(begin(table, Oracle(400), seed), 40)
+        told = drive(begin(table, Oracle(), seed), 40)
         assert min(value for _, value in told if value is not None) == min(every)
 
 
 def test_nothing_is_proposed_twice_and_nothing_that_has_no_program(table: Table) -> None:
-    told = drive(begin(table, Oracle(300)), 60)
+    told = drive(begin(table, Oracle()), 60)
     assert len({tuple(choice.values()) for choice, _ in told}) == 60
     assert all(value is not None for _, value in told)
 
 
 def test_the_same_seed_and_measurements_propose_the_same_also_after_a_stop(table: Table) -> None:
-    whole = drive(begin(table, Oracle(200), seed=1), 40)
-    assert drive(begin(table, Oracle(200), seed=1), 40) == whole
-    assert drive(begin(table, Oracle(200), seed=1, known=whole[:25]), 15) == whole[25:]
+    whole = drive(begin(table, Oracle(), seed=1), 40)
+    assert drive(begin(table, Oracle(), seed=1), 40) == whole
+    assert drive(begin(table, Oracle(), seed=1, known=whole[:25]), 15) == whole[25:]
 
 
-def test_predictions_are_made_some_at_once_and_not_more_than_the_budget_before_the_first_proposal(
-    table: Table,
-) -> None:
-    oracle = Oracle(100)
-    drive(begin(table, oracle), 3)
-    assert sum(oracle.asked) == 100
-    assert max(oracle.asked) == 8
+def test_what_a_trial_may_ask_for_is_expected_while_the_one_before_is_measured(table: Table) -> None:
+    oracle = Oracle()
+    for choice, _ in drive(begin(table, oracle), 30)[2:]:
+        near = [{**choice, each.name: value} for each in table.dimensions for value in each.values]
+        wanted = {table.to_config(each).config_id for each in near}
+        assert wanted - {table.to_config(choice).config_id} <= oracle.expected | oracle.ids
 
 
-def test_what_a_trial_asks_for_is_expected_some_trials_before(table: Table) -> None:
-    oracle = Oracle(100)
-    study = begin(table, oracle)
-    drive(study, 3)
-    begun = len(oracle.asked)
-    drive(study, 37)
-    assert sum(oracle.asked[begun:]) > 50
-    assert sum(oracle.unexpected[begun:]) == 0
-
-
-def test_what_is_predicted_while_the_gpu_gets_ready_is_all_that_the_first_proposals_ask_for(
+def test_what_is_predicted_while_the_gpu_gets_ready_is_what_the_first_proposal_asks_for_but_for_pairs(
     lab: Any, table: Table
 ) -> None:
-    meanwhile, needed = Oracle(100), Oracle(100)
+    meanwhile, needed = Oracle(), Oracle()
     _foresee(lab.spec(sampler="descent", seed=3), table, meanwhile)  # type: ignore[arg-type]
-    drive(begin(table, needed, seed=3), 6)
-    assert len(meanwhile.ids) == 100
-    assert needed.ids <= meanwhile.ids
+    drive(begin(table, needed, seed=3), 3)
+    assert len(needed.ids - meanwhile.ids - meanwhile.expected) <= _PAIRS
 
 
 def test_what_is_under_way_is_not_proposed_again(table: Table) -> None:
-    study = begin(table, Oracle(200))
+    study = begin(table, Oracle())
     drive(study, 20)
     pending = [tuple(study.ask()[1].values()) for _ in range(10)]
     assert len(set(pending)) == 10
@@ -158,7 +155,7 @@ def test_what_is_under_way_is_not_proposed_again(table: Table) -> None:
 def test_a_small_space_is_measured_to_its_end(lab: Any) -> None:
     names = sorted(BEST)
     small = Table(lab.workload, tuple(Dimension(name, (0, 1) if name in names[:3] else (0,), True) for name in BEST))
-    told = drive(begin(small, Oracle(50)), 8)
+    told = drive(begin(small, Oracle()), 8)
     assert len({tuple(choice.values()) for choice, _ in told}) == 8
 
 
@@ -166,7 +163,7 @@ def test_without_predictions_to_trust_measurements_lead_as_with_local(table: Tab
     assert isinstance(make_sampler("descent", 0, 0, Steering()), LocalSampler)
     alone = CampaignStudy(table, "descent", 5, [], measured=True)
     assert drive(alone, 12) == drive(CampaignStudy(table, "local", 5, [], measured=True), 12)
-    foreseeing = make_sampler("descent", 0, 0, Steering(lambda asked: [1.0] * len(asked), [], 10))
+    foreseeing = make_sampler("descent", 0, 0, Steering(lambda asked: [1.0] * len(asked)))
     assert isinstance(foreseeing, ForeseenSampler)
 
 
@@ -181,11 +178,11 @@ def test_several_processes_predict_what_one_does(lab: Any) -> None:
     space = lab.space()
     chosen = [space.known_good()[0], *({**space.known_good()[0], "depth": depth} for depth in (0, 2, 4))]
     configs = [*map(space.to_config, chosen), ScheduleConfig(tiling={"gemv": {"N_tile": 7}})]
-    with Foresight(lab.workload, STOCK, 10, jobs=1) as one, Foresight(lab.workload, STOCK, 10, jobs=2) as two:
+    with Foresight(lab.workload, STOCK, jobs=1) as one, Foresight(lab.workload, STOCK, jobs=2) as two:
         said = one.predict(configs)
         assert said == two.predict(configs) == [predict_config(each, lab.workload, STOCK) for each in configs]
         assert one.predict([]) == two.predict([]) == []
     assert said[-1] is None
     assert all(value is not None and log(value) > 0 for value in said[:-1])
     assert (one.said.count, one.said.least_us) == (5, min(value for value in said if value is not None))
-    assert Foreseen() == Foresight(lab.workload, STOCK, 10, jobs=1).said
+    assert Foreseen() == Foresight(lab.workload, STOCK, jobs=1).said
