@@ -249,6 +249,29 @@ def test_an_answer_for_which_memory_is_missing_once_launches_are_over_waits_for_
     batch.close()
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_answer_that_is_left_in_the_middle_of_its_prompt_frees_its_row_and_harms_no_other(
+    dropped: bool, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [decoder.complete(prompt, max_tokens=30, reuse=False).text for prompt in ("abc", "xyz")]
+    monkeypatch.setattr("flywheel.decode.prompts.CHUNK", 4)
+    monkeypatch.setattr("flywheel.decode.pieces.MOST", 1)
+    first = decoder.submit("abc", max_tokens=30)
+    decoder.advance()
+    left: Answer | None = decoder.submit("q" * 30, max_tokens=10)
+    for _ in range(5):
+        decoder.advance()
+    assert left is not None and left.ready() == [] and len(decoder._batch._rows) == 2
+    if not dropped:
+        decoder.cancel(left)
+    left = None
+    second = decoder.submit("xyz", max_tokens=30, reuse=False)
+    decoder.advance()
+    assert len(decoder._batch._rows) == 2
+    assert ["".join(piece.text for piece in answer) for answer in (first, second)] == expected
+    assert second.prompt_read == (0, 2)
+
+
 def test_a_stop_that_is_one_text_is_one_word(decoder: Decoder) -> None:
     whole = decoder.complete("abc", max_tokens=40, ignore_end=True).text
     word = whole[5:8]
