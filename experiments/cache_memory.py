@@ -57,11 +57,12 @@ def main() -> None:
     print(f"{'model':<12} {'context':>8} {'positions':>10} {'held':>8} {'needed':>8} {'whole':>8}")
     for name, context in CASES:
         spec = resolve_model(name)
-        streams, row_bytes = spec.n_layers * 2 * spec.n_kv_heads, 2 * spec.head_dim
+        layers = [spec.of_layer(layer) for layer in range(spec.n_layers)]
+        streams = [2 * own.head_dim for own in layers for _ in range(2 * own.n_kv_heads)]
         for positions in (each for each in POSITIONS if each <= context):
-            memory = GrowingMemory(Counted(), 1, streams, context, row_bytes)
+            memory = GrowingMemory(Counted(), 1, streams, context)
             memory.hold(0, positions)
-            sizes = (memory.held_bytes, streams * row_bytes * positions, streams * row_bytes * context)
+            sizes = (memory.held_bytes, sum(streams) * positions, sum(streams) * context)
             mib = [f"{size / 2**20:8,.0f}" for size in sizes]
             print(f"{name:<12} {context:>8} {positions:>10} {' '.join(mib)}")
 

@@ -37,7 +37,8 @@ Matrix = tuple[dict[str, Tensor], Floats]
 
 def described(**changes: Any) -> dict[str, Any]:
     """A model's config.json."""
-    return {**CONFIG, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, **changes}
+    made = {**CONFIG, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, **changes}
+    return {key: value for key, value in made.items() if value is not ...}
 
 
 def of_family(family: str) -> dict[str, Any]:
@@ -49,7 +50,9 @@ def of_family(family: str) -> dict[str, Any]:
         "num_key_value_heads": 4, rules.activation_field: activation,
     }  # fmt: skip
     dense = {"num_local_experts": 0, "layer_types": [KIND] * CONFIG["num_hidden_layers"], rules.intermediate: 256}
-    return usual | (dense if family == "granitemoehybrid" else {})
+    plain = {"rope_theta": ..., "hidden_size_per_layer_input": 0, "global_head_dim": 64, "attention_k_eq_v": True}
+    further = {"granitemoehybrid": dense, "gemma4_text": plain, "gemma4_unified_text": plain}
+    return usual | further.get(family, {})
 
 
 def words(numbers: Ints, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

@@ -33,6 +33,9 @@ SIZES: Final[Mapping[str, Any]] = {
 _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4,
                          "position_embedding_type": "rope", "shared_intermediate_size": 48},
+    "gemma4_text": {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 12,
+                    "global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+                    "hidden_size_per_layer_input": 0},
 }  # fmt: skip
 """Family -> what makes its config one of those that run."""
 LENGTH: Final = 40

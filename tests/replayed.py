@@ -33,7 +33,7 @@ from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.drawn import random_quantised
-from flywheel.models.rope import LinearRope, Rope, RopeScaling
+from flywheel.models.rope import LinearRope, ProportionalRope, Rope, RopeScaling
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
@@ -107,6 +107,14 @@ _FURTHER: Final = (
                 embed_scale=12.0, residual_scale=0.22, attention_scale=0.2, logits_scale=0.125),
     DecoderSpec("gemma-tiny", "gemma", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-6, 512, tied_head=True, norm_offset=1.0,
                 activation="gelu_tanh", embed_scale=8.0, embed_scale_rounds=True),
+    DecoderSpec("gemma4-tiny", "gemma4_text", 96, 96, 6, 4, 2, 16, 160, 1e6, 1e-6, 512, tied_head=True, norms="around",
+                activation="gelu_tanh", embed_scale=96**0.5, embed_scale_rounds=True, attention_scale=0.5, qk_norm=True,
+                v_norm=True, layer_scalar=True, logits_cap=2.0, window=40, windowed=(True, True, False) * 2,
+                local_rope=Rope(100.0), rope_scaling=ProportionalRope(0.25), full_head_dim=32, full_kv_heads=1,
+                full_k_is_v=True),
+    DecoderSpec("gemma4-unified", "gemma4_unified_text", 64, 96, 3, 4, 2, 16, 160, 1e6, 1e-6, 512, norms="around",
+                activation="gelu_tanh", embed_scale=8.0, embed_scale_rounds=True, attention_scale=0.5, qk_norm=True,
+                v_norm=True, layer_scalar=True, window=512, windowed=(True, True, False), full_head_dim=32),
 )  # fmt: skip
 """Models of further families. Each has works of its own, two for a new one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}
@@ -215,7 +223,8 @@ def further() -> list[Work]:
     works = []
     for place, spec in enumerate(_FURTHER):
         works.append(_drawn(LATER + 2 * place, [spec.name], 1))
-        works.append(_drawn(LATER + 2 * place + 1, [spec.name], 1 if spec.wide_qk_norm else 2))
+        alone = spec.wide_qk_norm or len(spec.layer_kinds) > 1
+        works.append(_drawn(LATER + 2 * place + 1, [spec.name], 1 if alone else 2))
     return works
 
 

@@ -109,6 +109,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                        sliding_window_pattern=2, rope_theta=5e4, rope_local_base_freq=100.0,
                        tie_word_embeddings=False),
     ),
+    "gemma4": (
+        "Gemma4", dict(SIZES, num_hidden_layers=4, head_dim=16, global_head_dim=32, num_key_value_heads=4,
+                       num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=37,
+                       layer_types=[SLIDING, FULL, SLIDING, FULL], hidden_size_per_layer_input=0,
+                       final_logit_softcapping=2.0, tie_word_embeddings=False, rope_parameters={
+                           FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 9e3},
+                           SLIDING: {"rope_type": "default", "rope_theta": 300.0},
+                       }),
+    ),
+    "gemma4-unified": (
+        "Gemma4Unified", dict(SIZES, head_dim=16, global_head_dim=32, num_global_key_value_heads=1,
+                              attention_k_eq_v=True, sliding_window=50, layer_types=[SLIDING, SLIDING, FULL],
+                              tie_word_embeddings=False),
+    ),
+    "gemma4-values": (
+        "Gemma4", dict(SIZES, head_dim=32, global_head_dim=16, sliding_window=CONTEXT, hidden_size_per_layer_input=0,
+                       attention_bias=True, tie_word_embeddings=False),
+    ),
     "smollm3-turned": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 1, 1])),
 }
 """Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
@@ -119,7 +137,8 @@ def known(family: str) -> tuple[type[PreTrainedModel], Any]:
     import transformers
 
     name, fields = FAMILIES[family]
-    config = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    config = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig",
+              "Gemma4Unified": "Gemma4UnifiedTextConfig"}.get(name, f"{name}Config")
     return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, config)(**fields)
 
 
@@ -133,7 +152,13 @@ def build(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards:
         for name, parameter in model.named_parameters():
             deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
             deviation = 0.03 if name.endswith(SMALL) else deviation
-            mean = 1.0 if name.endswith("norm.weight") and "Gemma" not in type(model).__name__ else 0.0
+            added_to = type(model).__name__.startswith(("Gemma2", "Gemma3", "GemmaFor"))
+            mean = 1.0 if name.endswith("norm.weight") and not added_to else 0.0
+            if type(model).__name__.startswith("Gemma4") and name.endswith("q_norm.weight"):
+                mean, deviation = 0.2, 0.06  # scores are not divided by the root of head_dim
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     model.to(dtype).save_pretrained(folder, max_shard_size=shards)
     return kind.from_pretrained(folder, dtype=dtype).eval()

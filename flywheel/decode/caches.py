@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from math import prod
 from types import SimpleNamespace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +34,11 @@ _KINDS: Final = {torch.int32: "<i4", torch.float32: "<f4", torch.uint8: "|u1"}
 
 
 class Caches(Protocol):
-    """Keys and values of every layer and KV head of some sequences. Positions that no token has written hold NaN."""
+    """Keys and values of every layer and KV head of some sequences. Positions that no token has written hold NaN.
+
+    Tensors of all layers together have `DecoderSpec.most_cached` heads and elements. What a layer lacks of them is 0 in
+    those that are returned, and counts nothing in those that are given.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -54,15 +58,17 @@ class Caches(Protocol):
     def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
         """Get memory for a sequence's first `positions`, which include those that upcoming launches write.
 
-        With `may_take`, memory of ended sequences may be reused, whose rows then start empty; no launch may be running.
-        Raises CacheMemoryError, and changes nothing, if there is not enough memory.
+        With `may_take`, memory of ended sequences may be reused, whose rows then start empty; no launch may be running,
+        and torch's operations on its current stream are waited for. Raises CacheMemoryError, and changes nothing, if
+        there is not enough memory.
         """
 
     def leave(self, row: int) -> None:
         """End a sequence. Its memory stays for the row's next sequence, or for another one that needs it."""
 
     def give_back(self) -> None:
-        """Free the memory of ended sequences for other uses than caches. No launch may be running."""
+        """Free the memory of ended sequences for other uses than caches. No launch may be running, and torch's
+        operations on its current stream are waited for."""
 
     def close(self) -> None:
         """Free all memory. No sequence may be in use."""
@@ -128,28 +134,46 @@ class KvCaches:
         self._spec, self._context, self._batch = spec, context, batch
         self.lanes: Final = lanes
         self._device = torch.device(device)
-        row = (spec.n_layers, 2, spec.n_kv_heads, context, 1, spec.head_dim)
         self._growing: GrowingMemory | None = None
+        layers = [spec.of_layer(layer) for layer in range(spec.n_layers)]
+        placed: dict[DecoderSpec, list[int]] = {own: [] for own in spec.layer_kinds}
+        for layer, own in enumerate(layers):
+            placed[own].append(layer)
+        # [layers, 2, heads, context, 1, head_dim] of those that have heads alike
+        shapes = [(len(its), 2, own.n_kv_heads, context, 1, own.head_dim) for own, its in placed.items()]
         if granules is None:
-            shape = (*row[:2], batch, *row[2:])
-            check_memory(f"{spec.name}: caches of {context} positions", dtype.nbytes(prod(shape)), device)
-            self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
-            return
-        growing = GrowingMemory(granules, batch, prod(row[:3]), context, dtype.nbytes(spec.head_dim), lanes)
-        self._growing = growing
-        self._bytes = view(growing.address, (batch * growing.stride,), torch.uint8, self._device)
-        rows = self._bytes.view(batch, growing.stride)[:, : dtype.nbytes(prod(row))].view(TORCH_DTYPES[dtype])
-        self._rows = rows.reshape(batch, *row).permute(1, 2, 0, 3, 4, 5, 6)
+            nbytes = dtype.nbytes(batch * sum(map(prod, shapes)))
+            check_memory(f"{spec.name}: caches of {context} positions", nbytes, device)
+            wholes = [(*shape[:2], batch, *shape[2:]) for shape in shapes]
+            made = [torch.full(whole, torch.nan, dtype=TORCH_DTYPES[dtype], device=device) for whole in wholes]
+        else:
+            streams = [dtype.nbytes(shape[-1]) for shape in shapes for _ in range(prod(shape[:3]))]
+            growing = GrowingMemory(granules, batch, streams, context, lanes)
+            self._growing = growing
+            self._bytes = view(growing.address, (batch * growing.stride,), torch.uint8, self._device)
+            made, first = [], 0
+            for shape in shapes:
+                stop = first + dtype.nbytes(prod(shape))
+                rows = self._bytes.view(batch, growing.stride)[:, first:stop].view(TORCH_DTYPES[dtype])
+                made.append(rows.reshape(batch, *shape).permute(1, 2, 0, 3, 4, 5, 6))
+                first = stop
+        alike = len(placed) == 1
+        self._kinds = [
+            _AlikeCaches(slice(None) if alike else its, rows) for its, rows in zip(placed.values(), made, strict=True)
+        ]
+        of_kind = dict(zip(placed, made, strict=True))
+        self._layers = [of_kind[own][placed[own].index(layer)] for layer, own in enumerate(layers)]
+        """Of each layer: [2, batch, heads, context, 1, head_dim]."""
 
     @property
     def device(self) -> torch.device:
         """See `Caches.device`."""
-        return self._rows.device
+        return self._layers[0].device
 
     @property
     def held_bytes(self) -> int:
         """See `Caches.held_bytes`."""
-        return self._rows.nbytes if self._growing is None else self._growing.held_bytes
+        return sum(kind.rows.nbytes for kind in self._kinds) if self._growing is None else self._growing.held_bytes
 
     def reaches(self, row: int, positions: int) -> bool:
         """See `Caches.reaches`."""
@@ -159,6 +183,8 @@ class KvCaches:
         """See `Caches.hold`."""
         if self._growing is None:
             return
+        if may_take and not self.reaches(row, positions):
+            self._finish_torch()
         try:
             new = self._growing.hold(row, positions, may_take=may_take)
         except CacheMemoryError:
@@ -167,7 +193,7 @@ class KvCaches:
             torch.cuda.empty_cache()  # memory that torch keeps in its cache
             new = self._growing.hold(row, positions, may_take=True)
         for start in new:
-            self._bytes[start : start + self._growing.granule_bytes].view(self._rows.dtype).fill_(torch.nan)
+            self._bytes[start : start + self._growing.granule_bytes].view(self._layers[0].dtype).fill_(torch.nan)
 
     def leave(self, row: int) -> None:
         """See `Caches.leave`."""
@@ -177,7 +203,14 @@ class KvCaches:
     def give_back(self) -> None:
         """See `Caches.give_back`."""
         if self._growing is not None:
+            self._finish_torch()
             self._growing.give_back()
+
+    def _finish_torch(self) -> None:
+        """Wait for operations that may use the memory of rows: copies of what an ended sequence left, and pieces of a
+        prompt whose sequence has left."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         """See `Caches.close`."""
@@ -187,8 +220,8 @@ class KvCaches:
     def by_name(self, interface: Interface) -> dict[str, Tensor]:
         """Cache buffer name -> its contiguous rows, for a program of the same model, type, context and batch."""
         return {
-            name: self._rows[layer, side][divmod(head, self._spec.n_kv_heads)]
-            for layer, sides in enumerate(interface.caches)
+            name: rows[side][divmod(head, rows.shape[2])]
+            for rows, sides in zip(self._layers, interface.caches, strict=True)
             for side, names in enumerate(sides)
             for head, name in enumerate(names)
         }
@@ -201,12 +234,13 @@ class KvCaches:
     def forget(self, row: int, start: int = 0) -> None:
         """See `Caches.forget`."""
         stop = self._context if self._growing is None else self._growing.reach[row]
-        self._rows[:, :, row, :, start:stop].fill_(torch.nan)
+        for kind in self._kinds:
+            kind.rows[:, :, row, :, start:stop].fill_(torch.nan)
 
     def rows(self, layer: int, side: int, row: int) -> Tensor:
         """A view of the keys (side 0) or values (1) of one layer of a sequence, [context, n_kv_heads, head_dim]. Its
         strides are the layout's."""
-        return self._rows[layer, side, row, :, :, 0].transpose(0, 1)
+        return self._layers[layer][side, row, :, :, 0].transpose(0, 1)
 
     def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """See `Caches.append`."""
@@ -221,18 +255,20 @@ class KvCaches:
     def save(self, row: int, start: int, stop: int, layers: range | None = None) -> Tensor:
         """See `Caches.save`."""
         some = range(self._spec.n_layers) if layers is None else layers
-        shape = (stop - start, len(some), _SIDES, self._spec.n_kv_heads, self._spec.head_dim)
-        saved = torch.empty(shape, dtype=self._rows.dtype, device=self._rows.device)
+        shape, like = (stop - start, len(some), _SIDES, *self._spec.most_cached), self._layers[0]
+        saved = like.new_empty(shape) if len(self._kinds) == 1 else like.new_zeros(shape)
         for place, layer in enumerate(some):
             for side in range(_SIDES):
-                saved[:, place, side] = self.rows(layer, side, row)[start:stop]
+                own = self.rows(layer, side, row)[start:stop]
+                saved[:, place, side, : own.shape[1], : own.shape[2]] = own
         return saved
 
     def load(self, row: int, start: int, saved: Tensor, first_layer: int = 0) -> None:
         """See `Caches.load`."""
         for place in range(saved.shape[1]):
             for side in range(_SIDES):
-                self.rows(first_layer + place, side, row)[start : start + len(saved)] = saved[:, place, side]
+                own = self.rows(first_layer + place, side, row)[start : start + len(saved)]
+                own.copy_(saved[:, place, side, : own.shape[1], : own.shape[2]])
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """See `Caches.write`."""
@@ -244,45 +280,79 @@ class KvCaches:
             )
         self.hold(row, max(length, 1), may_take=True)
         self.forget(row)
-        rows = self._rows[:, :, row]
-        for own, sides in zip(rows, layers, strict=True):
-            for heads, side in zip(own, sides, strict=True):
+        for own, sides in zip(self._layers, layers, strict=True):
+            for heads, side in zip(own[:, row], sides, strict=True):
                 heads[:, :length, 0].copy_(side.transpose(0, 1))
 
     def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
         """See `Caches.write_past`."""
         for row in range(self._batch):
             self.hold(row, self._context)
-        self._rows.fill_(torch.nan)
-        for rows, length, gain in _alike(lengths, gains):
-            written = self._rows[:, :, rows, :, :length, 0, :]
-            written.copy_(past[:, :, rows, :, :length, :])
-            written[:, 0].mul_(gain)
+        for kind in self._kinds:
+            kind.rows.fill_(torch.nan)
+            own = kind.of_past(past)
+            for rows, length, gain in _alike(lengths, gains):
+                written = kind.rows[:, :, rows, :, :length, 0, :]
+                written.copy_(own[:, :, rows, :, :length, :])
+                written[:, 0].mul_(gain)
 
     def new_rows(self, positions: Sequence[int]) -> Tensor:
         """See `Caches.new_rows`."""
-        rows = [self._rows[:, :, rows, :, position, 0, :] for rows, position, _ in _alike(positions)]
-        return rows[0].clone() if len(rows) == 1 else torch.cat(rows, 2)
+        found = []
+        for kind in self._kinds:
+            rows = [kind.rows[:, :, rows, :, position, 0, :] for rows, position, _ in _alike(positions)]
+            found.append(rows[0].clone() if len(rows) == 1 else torch.cat(rows, 2))
+        return self._together(found)
 
     def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
         """See `Caches.changed`."""
-        found = [self._changed(past[:, :, rows], rows, length, gain) for rows, length, gain in _alike(lengths, gains)]
-        return found[0] if len(found) == 1 else torch.cat(found, 2)
+        found = []
+        for kind in self._kinds:
+            own = kind.of_past(past)
+            parts = [
+                _changed(kind.rows[:, :, rows, :, :, 0], own[:, :, rows], length, gain)
+                for rows, length, gain in _alike(lengths, gains)
+            ]
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
+        return self._together(found)
 
-    def _changed(self, past: Tensor, rows: slice, length: int, gain: float) -> Tensor:
-        word = torch.int64 if past.shape[-1] * past.itemsize % torch.int64.itemsize == 0 else _WORDS[past.itemsize]
-        nothing = torch.full((past.shape[-1],), torch.nan, dtype=past.dtype, device=past.device)
-        own = self._rows[:, :, rows, :, :, 0]
-        behind, before = own[..., length + 1 :, :], own[..., :length, :]
-        changed = (behind.view(word) != nothing.view(word)).flatten(-2).any(-1)
-        step = max(1, _COMPARED // max(1, past[0].numel()))
-        for some in (slice(start, start + step) for start in range(0, len(past), step)):
-            for side, factor in enumerate((gain, 1.0)):
-                wanted = past[some, side, ..., :length, :]
-                if factor != 1.0:
-                    wanted = wanted * factor
-                changed[some, side] |= (before[some, side].view(word) != wanted.view(word)).flatten(-2).any(-1)
-        return changed
+    def _together(self, parts: Sequence[Tensor]) -> Tensor:
+        """Tensors [layers, ...] of each kind as one of all layers. What some layers lack is 0."""
+        if len(parts) == 1:
+            return parts[0]
+        sizes = [max(each) for each in zip(*[part.shape[1:] for part in parts], strict=True)]
+        whole = parts[0].new_zeros((self._spec.n_layers, *sizes))
+        for kind, part in zip(self._kinds, parts, strict=True):
+            whole[kind.layers, *map(slice, part.shape[1:])] = part
+        return whole
+
+
+class _AlikeCaches(NamedTuple):
+    """The caches of the layers that have heads alike."""
+
+    layers: slice | list[int]
+    rows: Tensor
+    """[layers, 2, batch, heads, context, 1, head_dim]"""
+
+    def of_past(self, past: Tensor) -> Tensor:
+        """Its part of [layers, 2, batch, heads, positions, head_dim] of all layers."""
+        return past[self.layers, :, :, : self.rows.shape[3], :, : self.rows.shape[-1]]
+
+
+def _changed(own: Tensor, past: Tensor, length: int, gain: float) -> Tensor:
+    """`Caches.changed` of caches [layers, 2, batch, heads, context, head_dim] whose sequences have that length."""
+    word = torch.int64 if past.shape[-1] * past.itemsize % torch.int64.itemsize == 0 else _WORDS[past.itemsize]
+    nothing = torch.full((past.shape[-1],), torch.nan, dtype=past.dtype, device=past.device)
+    behind, before = own[..., length + 1 :, :], own[..., :length, :]
+    changed = (behind.view(word) != nothing.view(word)).flatten(-2).any(-1)
+    step = max(1, _COMPARED // max(1, past[0].numel()))
+    for some in (slice(start, start + step) for start in range(0, len(past), step)):
+        for side, factor in enumerate((gain, 1.0)):
+            wanted = past[some, side, ..., :length, :]
+            if factor != 1.0:
+                wanted = wanted * factor
+            changed[some, side] |= (before[some, side].view(word) != wanted.view(word)).flatten(-2).any(-1)
+    return changed
 
 
 def _alike(lengths: Sequence[int], gains: Sequence[float] = ()) -> Iterator[tuple[slice, int, float]]:

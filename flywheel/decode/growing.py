@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
@@ -23,9 +24,9 @@ _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NOR
 class GrowingMemory:
     """Reserved addresses for `batch` sequences, and the granules (physical pages) that are mapped to them.
 
-    A sequence has `streams` streams (the keys or the values of one head of one layer) of `context` positions of
-    `position_bytes` each. Its streams follow each other without a gap. Each sequence starts at a granule boundary, so
-    no granule is shared by two sequences.
+    A sequence has streams (the keys or the values of one head of one layer) of `context` positions, each stream's of as
+    many bytes as `position_bytes` says. Its streams follow each other without a gap. Each sequence starts at a granule
+    boundary, so no granule is shared by two sequences.
 
     The first `always` positions of a stream can always be accessed: kernels read and write them in rows without a
     sequence. Where no sequence has memory for them, all these addresses share one granule, whose contents do not
@@ -33,13 +34,15 @@ class GrowingMemory:
     """
 
     def __init__(
-        self, granules: Granules, batch: int, streams: int, context: int, position_bytes: int, always: int = 1
+        self, granules: Granules, batch: int, position_bytes: Sequence[int], context: int, always: int = 1
     ) -> None:
         self.granule_bytes: Final = granules.nbytes
         size = granules.nbytes
-        self._granules, self._context, self._position_bytes = granules, context, position_bytes
-        self._starts = np.arange(streams, dtype=np.int64) * (context * position_bytes)
-        self.stride: Final = -(-streams * context * position_bytes // size) * size  # bytes from sequence to sequence
+        self._granules, self._context = granules, context
+        self._position_bytes = np.array(position_bytes, np.int64)
+        ends = (self._position_bytes * context).cumsum()
+        self._starts = ends - self._position_bytes * context
+        self.stride: Final = -(-int(ends[-1]) // size) * size  # bytes from sequence to sequence
         self._count = batch * self.stride // size
         self.address: Final = granules.reserve(self._count)
         self._own: list[dict[int, int]] = [{} for _ in range(batch)]

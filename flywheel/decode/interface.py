@@ -155,8 +155,13 @@ def _widths(program: MegakernelProgram, spec: DecoderSpec, found: Mapping[str, l
     graph = decode_step(spec, context, dtype, batch)
     named = graph.named_blocks
     widths = {prefix + name: tensor.shape[-1] for prefix, block in named for name, tensor in block.tensors.items()}
-    partials = {name: spec.n_heads * (spec.head_dim + _PARTIAL_EXTRA) for name in found if _PARTIAL in name}
-    return {**widths, **partials}
+    return {**widths, **{name: _partial_width(spec, name) for name in found if _PARTIAL in name}}
+
+
+def _partial_width(spec: DecoderSpec, name: str) -> int:
+    """Columns of a partial result of attention, by its name."""
+    layer = int(name.partition(".")[0].removeprefix("L"))
+    return spec.n_heads * (spec.of_layer(layer).head_dim + _PARTIAL_EXTRA)
 
 
 def agreed(parts: list[Tensor]) -> Tensor:
@@ -202,9 +207,10 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
     }
     rows, lanes = _rows(found.get("token_id")), lanes_of(program)
     batch = max(1, rows // lanes)
+    layers = [spec.of_layer(layer) for layer in range(spec.n_layers)]
     caches = tuple(
-        (_layer_caches(layer, "k", spec.n_kv_heads, batch), _layer_caches(layer, "v", spec.n_kv_heads, batch))
-        for layer in range(spec.n_layers)
+        (_layer_caches(layer, "k", own.n_kv_heads, batch), _layer_caches(layer, "v", own.n_kv_heads, batch))
+        for layer, own in enumerate(layers)
     )
     first = found.get(caches[0][0][0])
     context, dtype = _context(first, spec), _dtype(first, spec)
@@ -214,8 +220,9 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
         "logits": (BufferKind.IO_OUTPUT, DType.F32, (batch * lanes, spec.vocab)),
         "next_token": (BufferKind.IO_OUTPUT, DType.I32, (batch * lanes,)),
     }
-    row = (BufferKind.KV_CACHE, dtype, (context, 1, spec.head_dim))
-    wanted |= {name: row for sides in caches for names in sides for name in names}
+    for own, sides in zip(layers, caches, strict=True):
+        row = (BufferKind.KV_CACHE, dtype, (context, 1, own.head_dim))
+        wanted |= {name: row for names in sides for name in names}
     for name, buffer in found.items():
         if name not in wanted:
             raise TensorError(
@@ -267,10 +274,11 @@ def _described(buffer: Buffer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Tensor -> its buffer names: one buffer, or the partial results that are merged into attention's output."""
+    """Tensor -> its buffer names: one buffer, or the partial results that are merged into attention's output.
+    `layers` are the decoders of `DecoderSpec.of_layer`."""
 
     buffers: Mapping[str, tuple[str, ...]]
-    head_dim: int
+    layers: tuple[DecoderSpec, ...]
 
     def names(self) -> frozenset[str]:
         """The names of all tapped buffers."""
@@ -290,7 +298,8 @@ class Taps:
         parts = list(zip(*(self.buffers[name] for name in tensors), strict=True))
         if len(parts) == 1:
             return launched.stack(parts[0])
-        return merged([launched.stack(part) for part in parts], self.head_dim, dtype)
+        layer = int(tensors[0].partition(".")[0].removeprefix("L"))
+        return merged([launched.stack(part) for part in parts], self.layers[layer].head_dim, dtype)
 
 
 def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interface) -> Taps:
@@ -309,11 +318,11 @@ def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interfac
                 if _is(named.get(prefix + name, ()), tensor.dtype, tensor.shape):
                     buffers[prefix + name] = (prefix + name,)
                 elif name in attended:
-                    shape = (interface.rows, spec.n_heads * (spec.head_dim + _PARTIAL_EXTRA))
+                    shape = (interface.rows, _partial_width(spec, prefix))
                     parts = tuple(_last_partials(prefix, named, shape))
                     if parts:
                         buffers[prefix + name] = parts
-    return Taps(buffers, spec.head_dim)
+    return Taps(buffers, tuple(map(spec.of_layer, range(spec.n_layers))))
 
 
 def _last_partials(prefix: str, named: Mapping[str, Sequence[Buffer]], shape: tuple[int, ...]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import prod
 from typing import Final
 
 import torch
@@ -34,10 +35,11 @@ class Prefixes:
     """
 
     def __init__(self, caches: Caches, limit_bytes: int | None = None) -> None:
-        """Blocks take at most `limit_bytes`, by default a share of the device's memory. No launch may be running."""
+        """Blocks take at most `limit_bytes`, by default a share of the device's memory."""
         self._caches = caches
         limit = _memory_of(caches.device) // _SHARE if limit_bytes is None else limit_bytes
-        self._most = limit // (BLOCK * caches.save(0, 0, 1).nbytes)
+        none = caches.save(0, 0, 0)  # whose other dimensions are those of a position
+        self._most = limit // (BLOCK * none.itemsize * prod(none.shape[1:]))
         self._blocks: OrderedDict[bytes, _KeptRows] = OrderedDict()
 
     def find(self, keys: Sequence[bytes], *, wait: bool) -> list[Tensor] | None:

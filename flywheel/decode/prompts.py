@@ -71,7 +71,7 @@ class Prefill:
         layers = [kinds[kind] for kind in graph.order]
         self._layers = [*layers[:-1], cached_by(layers[-1])]
         self._keys = [[_keys(call, layer) for call in calls] for layer, calls in enumerate(self._layers)]
-        self._head_dim = spec.head_dim
+        self._head_dims = [spec.of_layer(layer).head_dim for layer in range(spec.n_layers)]
         self._weights = weights
         self._coded = frozenset(key for keys in chain(*self._keys) for key in keys if codes_of(key) in weights)
         (self._embed,), self._table = calls_of(graph, graph.prologue, _JOINED), table
@@ -113,7 +113,7 @@ class Prefill:
 
     def _run(self, layer: int, x: Tensor, chunk: _Chunk) -> dict[str, Tensor]:
         """Run a layer on the residual stream x [S, hidden]."""
-        calls, keys, dtype = self._layers[layer], self._keys[layer], self._dtype
+        calls, keys, dtype, head_dim = self._layers[layer], self._keys[layer], self._dtype, self._head_dims[layer]
 
         def compute(place: int, inputs: Sequence[Tensor]) -> Tensor | None:
             call, weights = calls[place], [self._weight(key) for key in keys[place]]
@@ -123,11 +123,11 @@ class Prefill:
                 case _K.ROPE:
                     return rotate(torch.cat(tuple(inputs), -1), *chunk.turns[rope_key(call.params)]).to(dtype)
                 case _K.KV_APPEND:
-                    k, v = (as_heads(each, self._head_dim) for each in inputs)
+                    k, v = (as_heads(each, head_dim) for each in inputs)
                     chunk.caches.append(layer, chunk.row, chunk.start, k, v)
                     return None
                 case _K.ATTENTION_TILE:
-                    q = as_heads(inputs[0], self._head_dim)
+                    q = as_heads(inputs[0], head_dim)
                     return _attend(call, q, *chunk.caches.seen(layer, chunk.row, chunk.start + len(q)))
                 case _:
                     return PLAIN[call.kind](call, inputs, weights)

@@ -192,9 +192,10 @@ def _matrix(kind: InstructionKind, rows: str, params: tuple[str, ...], meaning: 
 def _norm(
     kind: InstructionKind, further: tuple[Operand, ...], meaning: str, kernel: Kernel, *options: str
 ) -> Operation:
+    weight = Operand("w", View("hidden"), optional=kind is _K.RMSNORM)
     return Operation(
         kind,
-        (Operand("x", View("R", "hidden")), Operand("w", View("hidden")), *further),
+        (Operand("x", View("R", "hidden")), weight, *further),
         Operand("out", View("R", "hidden")),
         meaning,
         ("eps", "hidden"),
@@ -237,7 +238,7 @@ _ROWS: Final = (
     _norm(
         _K.RMSNORM,
         (),
-        "per row, `x * rsqrt(mean(x^2) + eps) * w`; with `w_offset`, that is added to `w`",
+        "per row, `x * rsqrt(mean(x^2) + eps) * w`, or without `w`; with `w_offset`, that is added to `w`",
         Kernel("rmsnorm", "norm", usual=1, awaits=True),
         "w_offset",
     ),
@@ -290,7 +291,14 @@ _ROWS: Final = (
         kernel=Kernel("gelu_mul", define="FW_GELU_MUL"),
     ),
     _elementwise(_K.GELU, "x", "`x * Phi(x)`, with erf", 4, Kernel("gelu")),
-    _elementwise(_K.ADD, "a b", "`a + b`", 1, Kernel("add")),
+    Operation(
+        _K.ADD,
+        (Operand("a", View("n")), Operand("b", View("n")), Operand("by", View("1"), optional=True)),
+        _MADE,
+        "`a + b`; with a number `by`, `(a + b) * by`",
+        flops=("1", "n"),
+        kernel=Kernel("add"),
+    ),
     Operation(
         _K.MUL,
         (Operand("a", View("n")), Operand("b", View("n"), optional=True)),

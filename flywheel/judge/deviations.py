@@ -17,6 +17,7 @@ from torch import Tensor
 from flywheel.decode.interface import Launched, Taps
 from flywheel.models.oracle import OracleWeights
 from flywheel.models.oracle_steps import Past, named, run_forced
+from flywheel.models.spec import DecoderSpec
 
 PEAK: Final = 2.0
 """Allowed error of a single element, relative to the allowed RMS error of its part."""
@@ -135,9 +136,9 @@ class Shown:
 
 def gather(taps: Taps, launched: Launched, new: Tensor) -> Shown:
     """The tensors of `taps` as launches left them, and the `new` rows of the caches [launches, layers, 2, batch,
-    n_kv_heads, head_dim]."""
+    heads, head_dim]."""
     kinds, dtype = taps.kinds(), new.dtype
-    groups = tuple(_groups(kinds, new.shape[1]))
+    groups = tuple(_groups(kinds, taps.layers))
     stacks: dict[tuple[str, ...], Tensor] = {
         (name,): taps.stack(launched, [name], dtype) for name in taps.buffers if "." not in name
     }
@@ -145,25 +146,28 @@ def gather(taps: Taps, launched: Launched, new: Tensor) -> Shown:
         for tensor in kinds.get(layers.start, {}):
             names = named(layers, tensor)
             stacks[names] = taps.stack(launched, names, dtype)
-        rows = new[:, layers.start : layers.stop].transpose(0, 1)  # [layers, launches, 2, batch, ...]
+        own = taps.layers[layers.start]
+        rows = new[:, layers.start : layers.stop, ..., : own.n_kv_heads, : own.head_dim].transpose(0, 1)
         for number, side in enumerate("kv"):
+            # from [layers, launches, batch, heads, head_dim]
             stacks[named(layers, f"{side}_cache")] = rows[:, :, number].flatten(1, 2).flatten(2)
     return Shown(groups, stacks)
 
 
-def _groups(kinds: Mapping[int, Mapping[str, int]], n_layers: int) -> Iterator[range]:
-    """Ranges of neighbouring layers that show the same tensors, among them the layer's output."""
+def _groups(kinds: Mapping[int, Mapping[str, int]], layers: Sequence[DecoderSpec]) -> Iterator[range]:
+    """Ranges of neighbouring layers with equal heads that show the same tensors, among them the layer's output."""
     start = 0
-    for layer in range(1, n_layers + 1):
+    for layer in range(1, len(layers) + 1):
         shown = kinds.get(start, {})
-        if layer == n_layers or "x_out" not in shown or kinds.get(layer) != shown:
+        ends = layer == len(layers) or layers[layer] != layers[start]
+        if ends or "x_out" not in shown or kinds.get(layer) != shown:
             yield range(start, layer)
             start = layer
 
 
 class Oracle:
     """The oracle's pass over a program's tensors at the positions `at` [positions], for `tokens` [positions, batch] and
-    caches of `past` [layers, 2, batch, n_kv_heads, rows, head_dim] times `gains` [positions].
+    caches of `past` [layers, 2, batch, heads, rows, head_dim], with the most of any layer, times `gains` [positions].
 
     On a GPU it is a CUDA graph for each set of shown tensors, since enqueuing its operations one by one takes longer
     than running them.
@@ -241,5 +245,5 @@ class _Comparing:
         return got.to(made.dtype)
 
     def past(self, layers: range, q: Tensor, v: Tensor) -> Past:
-        own = self.past_rows[layers.start : layers.stop]
+        own = self.past_rows[layers.start : layers.stop, ..., : v.shape[2], :, : v.shape[3]]
         return Past(own[:, 0], own[:, 1], self.gains)

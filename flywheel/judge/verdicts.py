@@ -87,12 +87,14 @@ class Judge:
         drawn = torch.randint(0, spec.vocab, (len(tried), batch), generator=generator)
         self.tokens: Final = drawn if tokens is None else tokens
         self.gains: Final = tuple([GAINS[0]] * len(tried) + list(GAINS[1:]))[-len(tried) :]
-        shape = (2, batch, spec.n_kv_heads, tried[-1], spec.head_dim)
+        heads, head_dim = spec.most_cached
+        shape = (2, batch, heads, tried[-1], head_dim)
         noise = torch.rand(shape, generator=generator).sub_(0.5).mul_(sqrt(12.0)).to(weights.device)
         self.past: Final = torch.empty((spec.n_layers, *shape), dtype=TORCH_DTYPES[dtype], device=weights.device)
         gains = torch.tensor(self.gains, device=weights.device)
         windows = tuple([spec.window_of(layer) for layer in range(spec.n_layers)])
-        drawing = _Drawing(noise, self.past, gains, self.positions, windows)
+        self._layers: Final = [spec.of_layer(layer) for layer in range(spec.n_layers)]
+        drawing = _Drawing(noise, self.past, gains, self.positions, windows, spec.attention_scale)
         tokens_there, at = self.tokens.to(weights.device), torch.tensor(self.positions, device=weights.device)
         run_forced(weights, tokens_there, at, context, drawing)
         drawing.require_finite()
@@ -177,7 +179,10 @@ class Judge:
         """The caches of a sequence before a position."""
         length, gain = self.positions[place], self.gains[place]
         rows = self.past[:, :, row, :, :length].transpose(2, 3)
-        return [(keys * gain, values) for keys, values in rows]
+        layers = [
+            each[:, :, : own.n_kv_heads, : own.head_dim] for own, each in zip(self._layers, rows, strict=True)
+        ]
+        return [(keys * gain, values) for keys, values in layers]
 
 
 def _unlike_argmax(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -189,7 +194,8 @@ def _unlike_argmax(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Drawing(LayerByLayer):
-    """Fills `past_rows` from `noise` [2, batch, n_kv_heads, rows, head_dim], and keeps the logits."""
+    """Fills `past_rows` from `noise` [2, batch, heads, rows, head_dim], both with the most heads and the longest of any
+    layer, and keeps the logits."""
 
     noise: Tensor
     past_rows: Tensor
@@ -197,6 +203,8 @@ class _Drawing(LayerByLayer):
     positions: tuple[int, ...]
     windows: tuple[int | None, ...]
     """Of each layer."""
+    scale: float | None
+    """What scores are multiplied by; None for head_dim ** -0.5."""
     logits: list[Tensor] = field(default_factory=list)
     finite: dict[str, Tensor] = field(default_factory=dict)
     """Whether each row of a tensor is finite, [rows], in the order of the operations."""
@@ -219,15 +227,18 @@ class _Drawing(LayerByLayer):
 
     def past(self, layers: range, q: Tensor, v: Tensor) -> Past:
         (layer,), q, v = layers, q[0], v[0]
-        rows, n_kv_heads, head_dim = self.past_rows[layer], v.shape[1], v.shape[2]
+        n_kv_heads, head_dim = v.shape[1], v.shape[2]
+        own = (..., slice(n_kv_heads), slice(None), slice(head_dim))
+        rows = self.past_rows[layer][own]
         queries = q.float().view(len(q), n_kv_heads, -1, head_dim)
         sizes = torch.stack(
             (
-                FLAT * sqrt(head_dim) / queries.square().sum(-1).mean((0, 2)).sqrt(),
+                FLAT * self._over(head_dim) / queries.square().sum(-1).mean((0, 2)).sqrt(),
                 v.float().square().mean((0, 2)).sqrt(),
             )
         ).clamp(max=torch.finfo(rows.dtype).max / _RANGE)  # [2, n_kv_heads]; queries may be 0
-        drawn = self.noise.flatten().roll(layer * _STRIDE).view(self.noise.shape) * sizes[:, None, :, None, None]
+        noise = self.noise.flatten().roll(layer * _STRIDE).view(self.noise.shape)[own]
+        drawn = noise * sizes[:, None, :, None, None]
         places = torch.arange(drawn.shape[-2], device=drawn.device)
         heavy = (places % _EDGE == 0) | (places % _EDGE == _EDGE - 1)
         window = self.windows[layer]
@@ -238,6 +249,10 @@ class _Drawing(LayerByLayer):
         self._place_needle(drawn[0], queries, window)
         rows.copy_(drawn)
         return Past(rows[:1], rows[1:], self.gains)
+
+    def _over(self, head_dim: int) -> float:
+        """What a product of a query and a key is divided by in a score."""
+        return sqrt(head_dim) if self.scale is None else 1 / self.scale
 
     def _place_needle(self, keys: Tensor, queries: Tensor, window: int | None) -> None:
         """Write the needle: the shortest key that scores NEEDLE with each query [rows, n_kv_heads, group, head_dim] of
@@ -255,7 +270,7 @@ class _Drawing(LayerByLayer):
             self.require_finite()  # pinv takes no other
         own = queries.view(-1, batch, *queries.shape[1:])[-2].double()  # [batch, n_kv_heads, group, head_dim]
         wanted = torch.full(
-            (*own.shape[:-1], 1), NEEDLE * sqrt(own.shape[-1]) / GAINS[1], dtype=own.dtype, device=own.device
+            (*own.shape[:-1], 1), NEEDLE * self._over(own.shape[-1]) / GAINS[1], dtype=own.dtype, device=own.device
         )
         keys[:, :, place] = (torch.linalg.pinv(own) @ wanted).squeeze(-1).to(keys.dtype)
 

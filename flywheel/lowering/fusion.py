@@ -50,6 +50,7 @@ def patterns_of(graph: Graph, block: Block) -> tuple[Pattern, ...]:
     residual; and appends, the attention, or both, with what makes each head's rows. With several KV blocks, a run that
     appends and attends has one task for the new row and others for the past.
     """
+    graph = graph.of(block)
     makers = {op.output: op for op in block.ops if op.kind is not _K.KV_APPEND}
     readers = {name: [op for op in block.ops if name in op.inputs] for name in makers}
     products: dict[str, list[Op]] = {}
@@ -65,7 +66,7 @@ def patterns_of(graph: Graph, block: Block) -> tuple[Pattern, ...]:
             before = [maker.name]
         joins = [readers[op.output] for op in run]
         alike = len(joins[0]) == 1 and all(each == joins[0] for each in joins)
-        if alike and joins[0][0].kind in _AFTER.get(len(run), ()):
+        if alike and joins[0][0].kind in _AFTER.get(len(run), ()) and len(joins[0][0].inputs) < 3:
             after = [joins[0][0].name]
         found.append(Pattern(tuple(before), tuple([op.name for op in run]), tuple(after)))
     for attention in [op for op in block.ops if op.kind is _K.ATTENTION_TILE]:
@@ -149,7 +150,7 @@ def _apart(graph: Graph, names: Sequence[str]) -> list[list[str]]:
     kinds = {op.name: op.kind for block in graph.kinds for op in block.ops}
     if not {_K.KV_APPEND, _K.ATTENTION_TILE} <= {kinds.get(name) for name in names}:
         return [list(names)]
-    query = {name for block in graph.kinds for name in _query_of(graph, block)}
+    query = {name for block in graph.kinds for name in _query_of(graph.of(block), block)}
     return [[name for name in names if name not in query], [name for name in names if name in query]]
 
 

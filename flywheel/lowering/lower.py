@@ -85,14 +85,17 @@ def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) ->
     _check_attention(graphs, tilings)
     for rank, (graph, tiling) in enumerate(zip(graphs, tilings, strict=True)):
         groups = plan_fusion(graph, config.fusion_grouping, graphs[0])
-        scopes.append([Scope(graph, tiling, _tensors(graph, block), rank, len(graphs)) for block in graph.blocks])
+        scopes.append([
+            Scope(graph.of(block), tiling, _tensors(graph, block), rank, len(graphs)) for block in graph.blocks
+        ])
         by_rank.append([emit_block(scope, part) for scope, part in zip(scopes[-1], groups, strict=True)])
     return [Names(each) for each in zip(*scopes, strict=True)], [joined(each) for each in zip(*by_rank, strict=True)]
 
 
 def _check_attention(graphs: Sequence[Graph], tilings: Sequence[Tiling]) -> None:
     """Raises ConfigError before the tasks of a layer's attention are made, if they are too many."""
-    heads, block = sum(len(graph.streams) for graph in graphs), tilings[0].kv_block
+    of_each = [max(len(graph.of(block).streams) for block in graph.kinds) for graph in graphs]
+    heads, block = sum(of_each), tilings[0].kv_block
     rows = graphs[0].most_attended
     blocks = -(-rows // block)
     where = f"tiling.attention.kv_block={block:,}: a context of {rows:,} has {blocks:,} blocks"

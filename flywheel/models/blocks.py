@@ -28,11 +28,12 @@ def usual_weights(spec: DecoderSpec) -> dict[str, LayerWeight]:
     """Role -> the weight of the operations below, in the order of LAYER_WEIGHT_KEYS."""
     apart, behind = spec.norms != "shared", spec.norms in ("behind", "around")
     hidden, inner, q, kv = (spec.hidden,), (spec.intermediate,), (spec.q_width,), (spec.kv_width,)
+    sides = [("q", q), ("k", kv), ("v", kv)][: len(projected(spec))]
     parts: list[tuple[bool, dict[str, Shape]]] = [
         (spec.norms != "behind", {"input_norm": hidden}),
         (spec.norm_bias, {"input_norm_bias": hidden}),
-        (True, {"q_proj": q + hidden, "k_proj": kv + hidden, "v_proj": kv + hidden}),
-        (spec.qkv_bias, {"q_bias": q, "k_bias": kv, "v_bias": kv}),
+        (True, {f"{side}_proj": width + hidden for side, width in sides}),
+        (spec.qkv_bias, {f"{side}_bias": width for side, width in sides}),
         (spec.qk_norm, {f"{side}_norm": (width,) for side, width in zip("qk", _qk_widths(spec), strict=True)}),
         (True, {"o_proj": hidden + q}),
         (spec.o_bias, {"o_bias": hidden}),
@@ -46,9 +47,15 @@ def usual_weights(spec: DecoderSpec) -> dict[str, LayerWeight]:
         (True, {"down_proj": hidden + inner}),
         (spec.mlp_bias, {"down_bias": hidden}),
         (behind, {"post_feedforward_norm": hidden}),
+        (spec.layer_scalar, {"layer_scalar": (1,)}),
     ]
     shapes = {role: shape for there, part in parts if there for role, shape in part.items()}
     return {role: LayerWeight(LAYER_WEIGHT_KEYS[role], shape) for role, shape in shapes.items()}
+
+
+def projected(spec: DecoderSpec) -> str:
+    """The sides of an attention that have products of their own. Without one, values are the products of keys."""
+    return "qk" if spec.full_k_is_v else "qkv"
 
 
 def _qk_widths(spec: DecoderSpec) -> tuple[int, int]:
@@ -64,13 +71,16 @@ def attention_ops(spec: DecoderSpec, context: int, lanes: int, layer: int = 0) -
 
 
 def mlp_ops(spec: DecoderSpec) -> list[Op]:
-    """From the residual stream `x_mid` to `x_out`, with its norms. A norm that is shared is of `x`, once more."""
+    """From the residual stream `x_mid` to `x_out`, with its norms. A norm that is shared is of `x`, once more. Where
+    layers have a scalar, the last addition multiplies by it."""
     x, role = {
         "around": ("x_mid", "pre_feedforward_norm"), "shared": ("x", "input_norm"),
     }.get(spec.norms, ("x_mid", "post_attention_norm"))  # fmt: skip
     before = [] if spec.norms == "behind" else [norm_op(spec, "mlp_norm", x, role, "mlp_in")]
     inner = activated_ops(spec, before[0].output if before else "x_mid")
-    return [*before, *inner, *_added(spec, "mlp", "post_feedforward_norm", "x_mid", "x_out")]
+    *behind, add = _added(spec, "mlp", "post_feedforward_norm", "x_mid", "x_out")
+    scalar = ("layer_scalar.w",) if spec.layer_scalar else ()
+    return [*before, *inner, *behind, replace(add, inputs=add.inputs + scalar)]
 
 
 def _added(spec: DecoderSpec, part: str, role: str, x: str, out: str) -> list[Op]:
@@ -109,22 +119,26 @@ def attending_ops(spec: DecoderSpec, context: int, lanes: int, x: str, layer: in
         **({} if seen == context else {"window": seen}),
         **({} if spec.attention_cap is None else {"cap": spec.attention_cap}),
     }  # fmt: skip
-    made = {"q": "q", "k": "k"}
-    ops = [_projection(f"{side}_proj", x, side, spec.hidden, spec.qkv_bias) for side in "qkv"]
+    made = {"q": "q", "k": "k", "v": projected(spec)[-1]}
+    ops = [_projection(f"{side}_proj", x, side, spec.hidden, spec.qkv_bias) for side in projected(spec)]
     if spec.qk_norm:
         for side, width in zip("qk", _qk_widths(spec), strict=True):
             ops.append(norm_op(spec, f"{side}_norm", made[side], f"{side}_norm", f"{side}_normed", width))
             made[side] = f"{side}_normed"
+    if spec.v_norm:
+        of_heads = {"eps": spec.norm_eps, "hidden": spec.head_dim}
+        ops.append(Op("v_norm", _K.RMSNORM, (made["v"],), "v_normed", of_heads))
+        made["v"] = "v_normed"
     rope = spec.rope_of(layer)
     if rope is not None:
         turn = rope_params(rope, spec.head_dim, spec.rotary_dim, context)
         ops += [Op(f"{side}_rope", _K.ROPE, (made[side], "position"), f"{side}_rot", turn) for side in "qk"]
-        made = {"q": "q_rot", "k": "k_rot"}
+        made |= {"q": "q_rot", "k": "k_rot"}
     pos = {"pos": context - lanes}
     return [
         *ops,
         Op("k_append", _K.KV_APPEND, (made["k"],), "k_cache", pos),
-        Op("v_append", _K.KV_APPEND, ("v",), "v_cache", pos),
+        Op("v_append", _K.KV_APPEND, (made["v"],), "v_cache", pos),
         Op("attention", _K.ATTENTION_TILE, (made["q"], "k_cache", "v_cache"), "attn", attend),
         _projection("o_proj", "attn", "attn_out", spec.q_width, spec.o_bias, spec.residual_scale),
     ]

@@ -4,8 +4,8 @@ Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Ll
 Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B,
 Qwen3-4B-Instruct-2507, Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct,
 granite-4.0-micro, OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B, Olmo-3-1025-7B, gemma-2-2b, gemma-2-9b,
-gemma-3-1b-pt, gemma-3-4b-pt, gemma-3-12b-pt, gemma-3-27b-pt, SmolLM2-135M, SmolLM3-3B, c4ai-command-r7b-12-2024,
-starcoder2-3b, starcoder2-7b and starcoder2-15b.
+gemma-3-1b-pt, gemma-3-4b-pt, gemma-3-12b-pt, gemma-3-27b-pt, gemma-4-12B, gemma-4-31B, SmolLM2-135M, SmolLM3-3B,
+c4ai-command-r7b-12-2024, starcoder2-3b, starcoder2-7b and starcoder2-15b.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flywheel.errors import BundleError, UnknownNameError
 from flywheel.ir.files import is_bundle
 from flywheel.models.hf import load_spec
 from flywheel.models.hub import cached_folder, cached_repo, is_repo, obtain, repo_of
-from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
+from flywheel.models.rope import LinearRope, LongRope, ProportionalRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import has_tokenizer
 
@@ -92,6 +92,20 @@ def _gemma(
     )  # fmt: skip
 
 
+def _gemma4(
+    name: str, family: str, hidden: int, intermediate: int, n_layers: int, n_heads: int, n_kv_heads: int,
+    full_kv_heads: int,
+) -> DecoderSpec:  # fmt: skip
+    """A Gemma 4 whose keys are values in layers without a window."""
+    return DecoderSpec(
+        name, family, hidden, intermediate, n_layers, n_heads, n_kv_heads, 256, 262144, 1e6, 1e-6, 262144,
+        tied_head=True, qk_norm=True, rope_scaling=ProportionalRope(0.25), window=1024,
+        windowed=_all_but_every(6, n_layers), local_rope=Rope(1e4), norms="around", activation="gelu_tanh",
+        embed_scale=sqrt(hidden), embed_scale_rounds=True, attention_scale=1.0, logits_cap=30.0, full_head_dim=512,
+        full_kv_heads=full_kv_heads, full_k_is_v=True, v_norm=True, layer_scalar=True,
+    )  # fmt: skip
+
+
 # name, family, hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim, vocab, rope_theta, norm_eps, max_position
 _SPECS: Final = (
     DecoderSpec("llama3-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192),
@@ -138,6 +152,8 @@ _SPECS: Final = (
     _gemma("gemma3-4b", 2560, 10240, 34, 8, 4, 256, 262208, 1e6, 131072, 1024, 256, 6, LinearRope(8.0)),
     _gemma("gemma3-12b", 3840, 15360, 48, 16, 8, 256, 262208, 1e6, 131072, 1024, 256, 6, LinearRope(8.0)),
     _gemma("gemma3-27b", 5376, 21504, 62, 32, 16, 128, 262208, 1e6, 131072, 1024, 168, 6, LinearRope(8.0)),
+    _gemma4("gemma4-12b", "gemma4_unified_text", 3840, 15360, 48, 16, 8, 1),
+    _gemma4("gemma4-31b", "gemma4_text", 5376, 21504, 60, 32, 16, 4),
     DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
     DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
                 nope_every=4),

@@ -41,7 +41,11 @@ _NESTED: Final = "model.language_model."
 _TEXT: Final = ("language_model.", _NESTED)
 """Beginnings of names of the text model's tensors in a multimodal checkpoint."""
 _OTHER_PARTS: Final = tuple([
-    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in (
+        "vision_tower", "multi_modal_projector", "audio_tower", "vision_embedder", "embed_vision", "embed_audio",
+    )
 ])  # fmt: skip
 _TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS["embed"]})
 

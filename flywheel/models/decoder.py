@@ -57,7 +57,9 @@ def decode_step(
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
         prologue=_prologue(spec, dtype, batch),
-        kinds=tuple([_layer(spec, kind, context, dtype, batch, formats, lanes) for kind in kinds]),
+        kinds=tuple([
+            _layer(spec.of_layer(layers.index(kind)), kind, context, dtype, batch, formats, lanes) for kind in kinds
+        ]),
         order=tuple([kinds.index(layer) for layer in layers]),
         epilogue=_epilogue(spec, dtype, batch, formats),
         batch=batch,

@@ -45,10 +45,11 @@ AS_SAVED: Final = "TokenizersBackend"
 
 
 def usual_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
-    """The operations of each layer: layers differ by their RoPE and their window alone."""
+    """The operations of each layer: layers differ by their RoPE, their window and their heads alone."""
     kinds = [(spec.rope_of(layer), spec.window_of(layer)) for layer in range(spec.n_layers)]
     mlp = mlp_ops(spec)
-    attending = {kind: attention_ops(spec, context, lanes, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    first = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
+    attending = {kind: attention_ops(spec.of_layer(layer), context, lanes, layer) for kind, layer in first.items()}
     made = {kind: in_order(spec, ops, mlp) for kind, ops in attending.items()}
     return [made[kind] for kind in kinds]
 

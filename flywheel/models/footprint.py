@@ -67,10 +67,14 @@ def bytes_per_token(spec: DecoderSpec, dtype: DType, formats: WeightFormats = PL
         return dtype.nbytes(prod(shape)) if own is None else own.nbytes(shape, dtype)
 
     once = {**model_weight_shapes(spec), "embed": (1, spec.hidden), HEAD: (spec.vocab, spec.hidden)}
-    a_layer = sum(nbytes(role, shape) for role, shape in layer_weight_shapes(spec).items())
+    layers = sum(
+        count * nbytes(role, shape)
+        for own, count in spec.layer_kinds.items()
+        for role, shape in layer_weight_shapes(own).items()
+    )
     gathered = spec.tied_head and formats.of(HEAD) is None  # the head is the embedding
     whole = sum(nbytes(role, shape) for role, shape in once.items() if role != "embed" or not gathered)
-    return whole + spec.n_layers * a_layer
+    return whole + layers
 
 
 def _tensors(block: Block, sources: set[str]) -> list[tuple[BufferKind, int]]:

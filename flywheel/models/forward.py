@@ -47,7 +47,9 @@ def _read(values: Mapping[str, Tensor], columns: ColumnsOf) -> Tensor:
 def _norm(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     width, eps = call.params["hidden"], call.params["eps"]
     x = inputs[0] if width == inputs[0].shape[-1] else as_heads(inputs[0], width)
-    if "w_offset" in call.params:  # a weight that is added to stays unrounded
+    if not weights:
+        made = rms_norm(x, (width,), None, eps)
+    elif "w_offset" in call.params:  # a weight that is added to stays unrounded
         made = rms_norm(x.float(), (width,), weights[0].float() + call.params["w_offset"], eps).to(x.dtype)
     else:
         made = rms_norm(x, (width,), weights[0], eps)
@@ -62,6 +64,10 @@ def _embed(call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> T
 def _gelu_mul(_: Call, inputs: Sequence[Tensor], __: Sequence[Tensor]) -> Tensor:
     made = gelu(inputs[0], approximate="tanh")
     return made * inputs[1] if len(inputs) > 1 else made
+
+
+def _times(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    return x * factors[0] if factors else x
 
 
 def finished(call: Call, made: Tensor) -> Tensor:
@@ -83,7 +89,7 @@ PLAIN: Final[Mapping[InstructionKind, Plain]] = {
     ),
     _K.GELU_MUL: _gelu_mul,
     _K.SILU_MUL: lambda _, inputs, __: silu(inputs[0]) * inputs[1],
-    _K.ADD: lambda _, inputs, __: inputs[1] + inputs[0],
+    _K.ADD: lambda _, inputs, weights: _times(inputs[1] + inputs[0], weights),
     _K.SAMPLE_ARGMAX: lambda _, inputs, __: inputs[0].argmax(-1),
 }
 """What everyone computes alike, of a call, its inputs and its weights. Products, rotations, attention and appends are

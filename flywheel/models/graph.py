@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind
 from flywheel.models.formats import WeightFormat
+
+_ATTENTION: Final = InstructionKind.ATTENTION_TILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Graph:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    """As in most layers; `of` has a layer's own heads."""
     prologue: Block
     kinds: tuple[Block, ...]
     """The kinds of layers."""
@@ -111,6 +114,13 @@ class Graph:
     """The number of its first KV head in the model. On one GPU of several it may be above 0."""
     ranks: tuple[Graph, ...] = ()
     """The graph of each GPU, where several share the step."""
+
+    def of(self, block: Block) -> Graph:
+        """The graph with the heads of one of its layers; itself for a block without attention."""
+        params: Mapping[str, Any] = next((op.params for op in block.ops if op.kind is _ATTENTION), {})
+        n_kv_heads, head_dim = params.get("n_kv_heads", self.n_kv_heads), params.get("head_dim", self.head_dim)
+        alike = (self.n_kv_heads, self.head_dim) == (n_kv_heads, head_dim)
+        return self if alike else replace(self, n_kv_heads=n_kv_heads, head_dim=head_dim)
 
     @property
     def n_layers(self) -> int:
@@ -137,7 +147,7 @@ class Graph:
     def most_attended(self) -> int:
         """The most positions to which a layer attends."""
         ops = [op for block in self.kinds for op in block.ops]
-        return max(int(op.params["kv_len"]) for op in ops if op.kind is InstructionKind.ATTENTION_TILE)
+        return max(int(op.params["kv_len"]) for op in ops if op.kind is _ATTENTION)
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from flywheel.errors import UsageError, WeightsError
 from flywheel.models.families import layer_weights
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import dequantise, shape_of
-from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
+from flywheel.models.rope import LinearRope, LongRope, ProportionalRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import (
     MODEL_WEIGHT_KEYS,
     DecoderSpec,
@@ -42,6 +42,9 @@ LayerCache = tuple[Tensor, Tensor]
 _ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = MappingProxyType(
     {"silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh")}
 )
+
+Turning = tuple[Rope | None, int]
+"""A layer's RoPE, and its head_dim."""
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
 """Codes, scales and zero points."""
@@ -101,7 +104,7 @@ class OracleWeights:
             return given[key].detach().to(device, dtype)
 
         def layer(index: int) -> EagerLayer:
-            held = {role: weight.key.format(i=index) for role, weight in layer_weights(spec).items()}
+            held = {role: weight.key.format(i=index) for role, weight in layer_weights(spec, index).items()}
             if made:
                 return EagerLayer(WeightsOnRequest(held, lambda role: own(held[role])), {}, self.wide)
             parts = {role: _parts(given, key, device) for role, key in held.items() if codes_of(key) in given}
@@ -123,11 +126,14 @@ class OracleWeights:
             else own(model_weight_key(spec, "lm_head"))
         )
         self.layers: Final = [layer(index) for index in range(spec.n_layers)]
+        layers = {turning_of(spec, layer): layer for layer in range(spec.n_layers)}
         self.ropes: Final = {
-            rope: tuple([rope_table(rope, spec, is_long).to(device) for is_long in (False, True)])
-            for rope in {spec.rope_of(layer): None for layer in range(spec.n_layers)}
+            turning: tuple([
+                rope_table(spec.rope_of(layer), spec.of_layer(layer), is_long).to(device) for is_long in (False, True)
+            ])
+            for turning, layer in layers.items()
         }
-        """A layer's RoPE -> its tables in short contexts, and in long ones."""
+        """How a layer turns -> its tables in short contexts, and in long ones."""
 
 
 class EagerDecoder:
@@ -154,10 +160,10 @@ class EagerDecoder:
         self._wide = own.wide
         self._own = own
         self._head = own.head.to(own.wide)
-        shape = (context, spec.n_kv_heads, spec.head_dim)
+        shapes = [(context, own.n_kv_heads, own.head_dim) for own in map(spec.of_layer, range(spec.n_layers))]
         self._cache = [
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(spec.n_layers)
+            for shape in shapes
         ]
         self._length = 0
 
@@ -209,20 +215,21 @@ class EagerDecoder:
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         """Replace the cache by copies of `layers`, all of one number of positions. Raises UsageError otherwise."""
         length = len(layers[0][0]) if layers else 0
-        shape = (length, self.spec.n_kv_heads, self.spec.head_dim)
         if len(layers) != self.spec.n_layers or length > self.context:
             raise UsageError(
                 f"{self.spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
                 f"{self.spec.n_layers} layers, up to {self.context} positions"
             )
         for index, sides in enumerate(layers):
+            own = self.spec.of_layer(index)
+            shape = (length, own.n_kv_heads, own.head_dim)
             for side in sides:
                 if tuple(side.shape) != shape:
                     raise UsageError(
                         f"{self.spec.name}: the cache of layer {index} is {list(side.shape)}; wanted: {list(shape)}"
                     )
-        for own, sides in zip(self._cache, layers, strict=True):
-            for mine, side in zip(own, sides, strict=True):
+        for held, sides in zip(self._cache, layers, strict=True):
+            for mine, side in zip(held, sides, strict=True):
                 mine[:length] = side
         self._length = length
 
@@ -233,24 +240,31 @@ class EagerDecoder:
         x = embedded(self._own, tokens).to(self.dtype)
         before, behind, before_mlp, behind_mlp = norm_roles(self.spec)
         for layer, (weights, cache) in enumerate(zip(self._own.layers, self._cache, strict=True)):
-            own, window = turn[self.spec.rope_of(layer)], self.spec.window_of(layer)
             first = self._norm(x, weights, before)
-            x = x + self._norm(self._attention(first, weights, cache, own, window), weights, behind)
+            attended = self._attention(first, weights, cache, turn[turning_of(self.spec, layer)], layer)
+            x = x + self._norm(attended, weights, behind)
             second = first if self.spec.norms == "shared" else self._norm(x, weights, before_mlp)
-            x = x + self._norm(self._mlp(second, weights), weights, behind_mlp)
+            x = self._scaled(x, self._norm(self._mlp(second, weights), weights, behind_mlp), weights)
         self._length = stop
         return x
 
-    def _attention(
-        self, x: Tensor, weights: EagerLayer, cache: LayerCache, turn: Tensor, window: int | None
-    ) -> Tensor:
+    def _scaled(self, x: Tensor, added: Tensor, weights: EagerLayer) -> Tensor:
+        """The sum of two, times the layer's scalar if it has one."""
+        if not self.spec.layer_scalar:
+            return x + added
+        return ((x.to(self._wide) + added.to(self._wide)) * weights["layer_scalar"].to(self._wide)).to(x.dtype)
+
+    def _attention(self, x: Tensor, weights: EagerLayer, cache: LayerCache, turn: Tensor, layer: int) -> Tensor:
         """x: [S, hidden], normalised -> [S, hidden]. Appends to `cache`."""
-        spec, count, start = self.spec, len(x), self._length
-        q, k, v = (project(x, weights[f"{side}_proj"], weights.get(f"{side}_bias")) for side in "qkv")
+        spec, window, count, start = self.spec.of_layer(layer), self.spec.window_of(layer), len(x), self._length
+        q, k = (project(x, weights[f"{side}_proj"], weights.get(f"{side}_bias")) for side in "qk")
+        v = k if spec.full_k_is_v else project(x, weights["v_proj"], weights.get("v_bias"))
         if not spec.wide_qk_norm:
             q, k = q.view(count, spec.n_heads, spec.head_dim), k.view(count, spec.n_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q, k = self._norm(q, weights, "q_norm"), self._norm(k, weights, "k_norm")
+        if spec.v_norm:
+            v = plain_norm(spec, v.view(count, spec.n_kv_heads, spec.head_dim), self._wide)
         q, k, v = (each.view(count, -1, spec.head_dim) for each in (q, k, v))
         keys, values = cache
         keys[start : start + count] = rotate(k, turn, self._wide)
@@ -278,6 +292,11 @@ class EagerDecoder:
         if role is None:
             return x
         return norm(self.spec, x, weights[role], weights.get(f"{role}_bias"), self._wide)
+
+
+def turning_of(spec: DecoderSpec, layer: int) -> Turning:
+    """How a layer turns its queries and keys."""
+    return spec.rope_of(layer), spec.of_layer(layer).head_dim
 
 
 def norm_roles(spec: DecoderSpec) -> tuple[str | None, str | None, str | None, str | None]:
@@ -334,6 +353,12 @@ def norm(spec: DecoderSpec, x: Tensor, weight: Tensor, bias: Tensor | None, wide
     return (normed if bias is None else normed + bias.to(wide)).to(x.dtype)
 
 
+def plain_norm(spec: DecoderSpec, x: Tensor, wide: torch.dtype) -> Tensor:
+    """RMSNorm without weights over the last dimension, computed in `wide`."""
+    widened = x.to(wide)
+    return (widened * torch.rsqrt(widened.square().mean(-1, keepdim=True) + spec.norm_eps)).to(x.dtype)
+
+
 def activate(spec: DecoderSpec, gate: Tensor | None, up: Tensor, wide: torch.dtype) -> Tensor:
     """The activation of gate, times up; without a gate the activation of up. Computed in `wide`."""
     act = _ACTIVATIONS[spec.activation]
@@ -341,14 +366,14 @@ def activate(spec: DecoderSpec, gate: Tensor | None, up: Tensor, wide: torch.dty
     return made.to(up.dtype)
 
 
-def turns(weights: OracleWeights, positions: Tensor, context: int) -> dict[Rope | None, Tensor]:
+def turns(weights: OracleWeights, positions: Tensor, context: int) -> dict[Turning, Tensor]:
     """The rotations of each RoPE of the model at positions [S] of a context: complex numbers [S, 1, head_dim / 2]."""
     found = {}
-    for rope, tables in weights.ropes.items():
-        scaling = None if rope is None else rope.scaling
+    for turning, tables in weights.ropes.items():
+        scaling = None if turning[0] is None else turning[0].scaling
         frequencies, gains = tables[isinstance(scaling, LongRope) and context > scaling.original_max_position]
         angles = positions[:, None].float() * frequencies
-        found[rope] = torch.polar(gains.to(weights.wide), angles.to(weights.wide))[:, None, :]
+        found[turning] = torch.polar(gains.to(weights.wide), angles.to(weights.wide))[:, None, :]
     return found
 
 
@@ -381,6 +406,9 @@ def _frequencies(rope: Rope, width: int, is_long: bool) -> Tensor:
             return frequencies
         case LinearRope():
             return frequencies / scaling.factor
+        case ProportionalRope():
+            turned = torch.arange(width // 2) < int(scaling.part * width // 2)
+            return torch.where(turned, frequencies / scaling.factor, 0.0)
         case LongRope():
             return 1.0 / (torch.tensor(scaling.long if is_long else scaling.short) * wavelengths)
         case RopeScaling():

@@ -18,16 +18,18 @@ from torch.nn.functional import linear
 
 from flywheel.models.oracle import (
     OracleWeights,
+    Turning,
     activate,
     embedded,
     norm,
     norm_roles,
+    plain_norm,
     rotate,
     scaled_logits,
     scaled_scores,
+    turning_of,
     turns,
 )
-from flywheel.models.rope import Rope
 from flywheel.models.spec import DecoderSpec
 
 _WIDENED: Final = 2**26
@@ -51,8 +53,8 @@ class Hand(Protocol):
     """Decides the input of each operation."""
 
     def groups(self, n_layers: int) -> Iterable[range]:
-        """The layers in order, in groups that are computed together. In a group, all but the first layer read
-        `given`."""
+        """The layers in order, in groups of equal heads that are computed together. In a group, all but the first layer
+        read `given`."""
 
     def given(self, layers: range) -> Tensor:
         """The residual stream [layers - 1, rows, hidden] behind all but the last layer of a group."""
@@ -112,7 +114,7 @@ class _LayerStack:
     layers: range
     hand: Hand
 
-    def made_of(self, x: Tensor, at: Tensor, turn: Mapping[Rope | None, Tensor]) -> Tensor:
+    def made_of(self, x: Tensor, at: Tensor, turn: Mapping[Turning, Tensor]) -> Tensor:
         """The residual stream after each layer, from that before it."""
         spec, given = self.own.spec, x
         before, behind, before_mlp, behind_mlp = norm_roles(spec)
@@ -132,15 +134,21 @@ class _LayerStack:
         made = self._product(act, "down_proj", spec.mlp_bias) * spec.residual_scale
         return self._add("mlp", "x_out", made, behind_mlp, x)
 
-    def _attention(self, normed: Tensor, at: Tensor, turn: Mapping[Rope | None, Tensor]) -> Tensor:
-        own, spec = self.own, self.own.spec
+    def _attention(self, normed: Tensor, at: Tensor, turn: Mapping[Turning, Tensor]) -> Tensor:
+        own, spec = self.own, self.own.spec.of_layer(self.layers[0])
         heads = {"q": spec.n_heads, "k": spec.n_kv_heads, "v": spec.n_kv_heads}
-        made = {}
+        made: dict[str, Tensor] = {}
         # Of tensors that are on the device: a CUDA graph cannot capture a copy of what the host has.
-        own_turn = torch.stack([turn[spec.rope_of(layer)] for layer in self.layers])
+        own_turn = torch.stack([turn[turning_of(own.spec, layer)] for layer in self.layers])
         for side, count in heads.items():
+            if side == "v" and spec.full_k_is_v:
+                made[side] = made["k"]
+                continue
             taken = self._take(side, self._product(normed, f"{side}_proj", spec.qkv_bias), count)
             made[side] = taken.view(*taken.shape[:2], count, spec.head_dim)
+        if spec.v_norm:
+            flat = _rounded(own, plain_norm(spec, made["v"], own.wide).flatten(2))
+            made["v"] = self._take("v_normed", flat, heads["v"]).view_as(made["v"])
         for side in "qk":
             if spec.qk_norm:
                 raw = made[side].flatten(2) if spec.wide_qk_norm else made[side]
@@ -151,7 +159,7 @@ class _LayerStack:
         for side in "kv":
             made[side] = self._take(f"{side}_cache", made[side].flatten(2), heads[side]).view_as(made[side])
         past = self.hand.past(self.layers, made["q"], made["v"])
-        windows = [spec.window_of(layer) for layer in self.layers]
+        windows = [own.spec.window_of(layer) for layer in self.layers]
         mixed = attend(spec, made["q"], past, made["k"], made["v"], at, windows)
         return self._take("attn", mixed.flatten(2), spec.n_heads)
 
@@ -159,7 +167,8 @@ class _LayerStack:
         added = self._take(f"{part}_out", made)
         if role is not None:
             added = self._take(f"{part}_normed", self._norm(added, role))
-        return self._take(out, x + added)
+        scaled = out == "x_out" and self.own.spec.layer_scalar
+        return self._take(out, (x + added) * self._each("layer_scalar") if scaled else x + added)
 
     def _take(self, tensor: str, made: Tensor, parts: int = 1) -> Tensor:
         return self.hand.take(named(self.layers, tensor), made, parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flywheel.errors import WeightsError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
-from flywheel.models.families import count_params, layer_weight_shapes, layer_weights
+from flywheel.models.families import count_params, layer_weight_shapes
 from flywheel.models.formats import BLOCK, HEAD, MATRICES, WeightFormat, WeightFormats, formats_of
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.spec import (
@@ -159,12 +159,18 @@ def _of_rows(each: Tensor, shared: int, rows: int) -> Tensor:
 
 def matrix_keys(spec: DecoderSpec) -> Iterator[tuple[str, str]]:
     """(role, state-dict key) of every matrix that may be quantised; a tied head has a key of its own."""
-    own = layer_weights(spec)
+    return ((role, key) for role, key, _ in _matrices(spec))
+
+
+def _matrices(spec: DecoderSpec) -> Iterator[tuple[str, str, Shape]]:
+    """`matrix_keys`, each with the matrix's shape [N, K]."""
+    layers = [layer_weight_shapes(spec, layer) for layer in range(spec.n_layers)]
     for role in MATRICES:
-        if role in own:
-            yield from ((role, layer_weight_key(role, layer)) for layer in range(spec.n_layers))
-        elif role in MODEL_WEIGHT_KEYS:
-            yield role, MODEL_WEIGHT_KEYS[role]
+        if role in MODEL_WEIGHT_KEYS:
+            yield role, MODEL_WEIGHT_KEYS[role], (spec.vocab, spec.hidden)
+        for layer, shapes in enumerate(layers):
+            if role in shapes:
+                yield role, layer_weight_key(role, layer), shapes[role]
 
 
 def quantised(
@@ -191,12 +197,11 @@ def keeping(
     it is quantised. Raises ConfigError where groups do not divide a matrix's K. The function raises WeightsError as
     `quantise`, with the key.
     """
-    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
     asked: dict[str, WeightFormat] = {}
-    for role, key in matrix_keys(spec):
+    for role, key, shape in _matrices(spec):
         format = formats.of(role)
         if format is not None:
-            format.check(f"tensor {key!r}", (shapes[role][0], shapes[role][1]))
+            format.check(f"tensor {key!r}", shape)
             asked[key] = format
 
     def parts(key: str, matrix: Tensor) -> dict[str, Tensor]:
@@ -219,10 +224,9 @@ def keeping(
 
 def kept_bytes(spec: DecoderSpec, formats: WeightFormats, dtype: DType) -> int:
     """Bytes of all kept weights of a model."""
-    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
     total = dtype.nbytes(count_params(spec))
-    for role, key in matrix_keys(spec):
-        format, shape = formats.of(role), (shapes[role][0], shapes[role][1])
+    for role, key, shape in _matrices(spec):
+        format = formats.of(role)
         if format is not None:
             beside = spec.tied_head and key == MODEL_WEIGHT_KEYS[HEAD]
             total += format.nbytes(shape, dtype) - (0 if beside else dtype.nbytes(shape[0] * shape[1]))
@@ -237,12 +241,9 @@ def matrix_of(weights: Mapping[str, Tensor], key: str, wide: torch.dtype = torch
 
 def same_layouts(spec: DecoderSpec, one: WeightFormats, other: WeightFormats, dtype: DType) -> bool:
     """Whether a model's matrices have the same bytes in both."""
-    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
-    for role in MATRICES:
+    for role, shape in dict.fromkeys((role, shape) for role, _, shape in _matrices(spec)):
         own, its = one.of(role), other.of(role)
-        if own != its and (
-            own is None or its is None or own.layout(shapes[role], dtype) != its.layout(shapes[role], dtype)
-        ):
+        if own != its and (own is None or its is None or own.layout(shape, dtype) != its.layout(shape, dtype)):
             return False
     return True
 

@@ -78,10 +78,19 @@ class LongRope:
     kind: Literal["longrope"] = "longrope"
 
 
-Scaling = RopeScaling | LinearRope | YarnRope | LongRope
+@dataclass(frozen=True, slots=True)
+class ProportionalRope:
+    """The first pairs, `part` of all, are turned as if all were; their frequencies are divided by `factor`."""
 
-_KINDS: Final[Mapping[str, type[LinearRope | YarnRope | LongRope]]] = {
-    "linear": LinearRope, "yarn": YarnRope, "longrope": LongRope,
+    part: float
+    factor: float = 1.0
+    kind: Literal["proportional"] = "proportional"
+
+
+Scaling = RopeScaling | LinearRope | YarnRope | LongRope | ProportionalRope
+
+_KINDS: Final[Mapping[str, type[LinearRope | YarnRope | LongRope | ProportionalRope]]] = {
+    "linear": LinearRope, "yarn": YarnRope, "longrope": LongRope, "proportional": ProportionalRope,
 }  # fmt: skip
 
 
@@ -133,6 +142,9 @@ def _fault(field: str, value: object, turned: int) -> str | None:
         case "original_max_position":
             fits = type(value) is int and 1 <= value <= MAX_CONTEXT
             return None if fits else f"={value!r} is not from 1 to {MAX_CONTEXT}"
+        case "part":
+            fits = type(value) is float and 0 < value <= 1 and int(value * turned // 2) > 0
+            return None if fits else f"={value!r} is not a part of at least one of {turned // 2} pairs"
         case "short" | "long":
             if not isinstance(value, tuple) or len(value) != turned // 2:
                 count = len(value) if isinstance(value, tuple) else "no"
@@ -183,6 +195,10 @@ def rope_table(rope: Rope, turned: int, context: int) -> tuple[float, ...]:
                 table = [_llama3(_single(1.0 / power), scaling) for power in powers]
             case YarnRope():
                 table = _yarn(powers, rope.theta, scaling)
+            case ProportionalRope():
+                count = int(scaling.part * turned // 2)
+                table = [_single(_single(1.0 / power) / _single(scaling.factor)) for power in powers[:count]]
+                table += [0.0] * (len(powers) - count)
             case LongRope():
                 factors = scaling.long if context > scaling.original_max_position else scaling.short
                 table = [_single(1.0 / _single(_single(f) * p)) for f, p in zip(factors, powers, strict=True)]

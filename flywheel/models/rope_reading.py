@@ -14,7 +14,17 @@ from flywheel.errors import UnsupportedModelError
 from flywheel.models.config_fields import ONE
 from flywheel.models.config_reading import Fields, key_shown, shown
 from flywheel.models.family import Family
-from flywheel.models.rope import MAX_CONTEXT, LinearRope, LongRope, Rope, RopeScaling, Scaling, YarnRope, check_scaling
+from flywheel.models.rope import (
+    MAX_CONTEXT,
+    LinearRope,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    RopeScaling,
+    Scaling,
+    YarnRope,
+    check_scaling,
+)
 
 _PARTIAL: Final = "partial_rotary_factor"
 _ORIGINAL: Final = "original_max_position_embeddings"
@@ -42,7 +52,7 @@ def read_rope(fields: Fields, rules: Family, head_dim: int, max_position: int) -
         section = Fields(fields.source, f"{fields.shown(field)}.", value)
         sections.append(section)
         found.append(_scaling(section, fields, rules, max_position))
-        parts.append(_part(section, rules))
+        parts.append(None if isinstance(found[-1], ProportionalRope) else _part(section, rules))
         if "rope_theta" in value:
             thetas.append(section.positive_float("rope_theta"))
     if any(scaling != found[0] for scaling in found) or any(part != parts[0] for part in parts):
@@ -152,6 +162,11 @@ def _factors(section: Fields, field: str) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
+def _proportional(section: Fields, _: int, __: int) -> Scaling:
+    part, factor = (section.positive_float(field, absent=1.0) for field in (_PARTIAL, "factor"))
+    return ProportionalRope(part, factor)
+
+
 def _gain(section: Fields, gain: float) -> float:
     if not (isfinite(gain) and gain > 0):
         raise section.refusal("attention_factor", f"what multiplies by a positive number, not by {gain:g}")
@@ -184,6 +199,7 @@ _TYPES: Final[Mapping[str, tuple[_Read, frozenset[str]]]] = MappingProxyType(
                 _ORIGINAL,
             }),
         ),
+        "proportional": (_proportional, frozenset({"factor"})),
         "longrope": (_longrope, frozenset({"short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL})),
     }
 )  # fmt: skip

@@ -61,6 +61,8 @@ def check_ranks(spec: DecoderSpec, ranks: int) -> None:
     """Raises ConfigError, with the numbers, where so many GPUs cannot share a model."""
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"{spec.name}: ranks {ranks} is not in 1..{MAX_RANKS}")
+    if ranks > 1 and len(spec.layer_kinds) > 1:
+        raise ConfigError(f"{spec.name}: its heads differ from layer to layer, which {ranks} ranks cannot share yet")
     for name, count in (("n_heads", spec.n_heads), ("intermediate", spec.intermediate)):
         if count % ranks:
             raise ConfigError(f"{spec.name}: {name}={count} is not a multiple of {ranks} ranks")
@@ -105,7 +107,8 @@ def _summed(ops: Sequence[Op], tensors: dict[str, Tensor], rank: int, ranks: int
         ops = [_unbiased(op, tensors) for op in ops]
     products = [op.output for op in ops if op.kind is _K.GEMV_TILE and _has_columns(tensors[op.inputs[1]])]
     readers = {name: [op for op in ops if name in op.inputs] for name in products}
-    added = {name: its[0] for name, its in readers.items() if [op.kind for op in its] == [_K.ADD]}
+    adds = [(_K.ADD, 2)]
+    added = {name: its[0] for name, its in readers.items() if [(op.kind, len(op.inputs)) for op in its] == adds}
     for op in ops:
         product = next((name for name in products if op.output == name or op is added.get(name)), None)
         if product is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -56,7 +58,7 @@ _FACTORS: Final = ("rope_theta", "norm_eps", "logits_scale", "embed_scale", "res
 
 _FLAGS: Final = (
     "tied_head", "qkv_bias", "qk_norm", "nope_full", "norm_bias", "wide_qk_norm", "gated", "o_bias", "mlp_bias",
-    "embed_scale_rounds",
+    "embed_scale_rounds", "v_norm", "full_k_is_v", "layer_scalar",
 )  # fmt: skip
 
 
@@ -128,9 +130,38 @@ class DecoderSpec:
     """The MLP multiplies the activation of gate by up. Otherwise it has no gate: the activation is of up."""
     o_bias: bool = False
     mlp_bias: bool = False
+    full_head_dim: int | None = None
+    """`head_dim` of the layers without a window, where it is another."""
+    full_kv_heads: int | None = None
+    """The same of `n_kv_heads`."""
+    full_k_is_v: bool = False
+    """The layers without a window have no products of values: those of keys are values, too."""
+    v_norm: bool = False
+    """Each head's values have an RMSNorm without weights."""
+    layer_scalar: bool = False
+    """The residual stream behind each layer is multiplied by a weight of the layer, one number."""
 
     def __post_init__(self) -> None:
         check_spec(self)
+
+    def of_layer(self, layer: int) -> DecoderSpec:
+        """The decoder all of whose layers are as this one, where heads differ by layer; else the decoder itself."""
+        return _of_kind(self, self.window_of(layer) is None) if self._differs else self
+
+    @property
+    def layer_kinds(self) -> Mapping[DecoderSpec, int]:
+        """The decoders of `of_layer`, each with the number of its layers."""
+        return Counter(map(self.of_layer, range(self.n_layers))) if self._differs else {self: self.n_layers}
+
+    @property
+    def _differs(self) -> bool:
+        return self.full_head_dim is not None or self.full_kv_heads is not None or self.full_k_is_v
+
+    @property
+    def most_cached(self) -> tuple[int, int]:
+        """(KV heads, head_dim) that have room for the cached rows of every layer."""
+        kinds = self.layer_kinds
+        return max(own.n_kv_heads for own in kinds), max(own.head_dim for own in kinds)
 
     def window_of(self, layer: int) -> int | None:
         """The number of last positions to which a layer attends, itself included; None for all."""
@@ -172,6 +203,15 @@ class DecoderSpec:
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.n_heads // self.n_kv_heads
+
+
+@lru_cache(maxsize=64)
+def _of_kind(spec: DecoderSpec, full: bool) -> DecoderSpec:
+    same = replace(spec, windowed=(), full_head_dim=None, full_kv_heads=None, full_k_is_v=full and spec.full_k_is_v)
+    if not full:
+        return same
+    n_kv_heads, head_dim = spec.full_kv_heads or spec.n_kv_heads, spec.full_head_dim or spec.head_dim
+    return replace(same, window=None, n_kv_heads=n_kv_heads, head_dim=head_dim)
 
 
 NORMS: Final = ("rms", "layer")
@@ -235,6 +275,7 @@ LAYER_WEIGHT_KEYS: Final = MappingProxyType(
         "down_proj": "model.layers.{i}.mlp.down_proj.weight",
         "down_bias": "model.layers.{i}.mlp.down_proj.bias",
         "post_feedforward_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
+        "layer_scalar": "model.layers.{i}.layer_scalar",
     }
 )
 """Role of a layer's weight -> the state-dict key that most families have, with `{i}` for the layer."""
@@ -260,7 +301,10 @@ def model_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 
 def check_spec(spec: DecoderSpec) -> None:
     """Raises UnsupportedModelError, naming the field and its bound, for dimensions that no decoder can have."""
-    optional = (("window", MAX_CONTEXT), ("nope_every", MAX_LAYERS), ("rotary_dim", spec.head_dim))
+    optional = (
+        ("window", MAX_CONTEXT), ("nope_every", MAX_LAYERS), ("rotary_dim", spec.head_dim),
+        ("full_head_dim", MAX_DIM), ("full_kv_heads", MAX_HEADS),
+    )  # fmt: skip
     bounds = (*_BOUNDS, *[each for each in optional if getattr(spec, each[0]) is not None])
     for field, largest in bounds:
         value: object = getattr(spec, field)
@@ -269,6 +313,12 @@ def check_spec(spec: DecoderSpec) -> None:
     _check_values(spec)
     _check_heads(spec)
     _check_layers(spec)
+    if spec.full_head_dim is not None or spec.full_kv_heads is not None:
+        if spec.rotary_dim is not None:
+            raise UnsupportedModelError(f"{spec.name}: rotary_dim={spec.rotary_dim} of heads that differ by layer")
+        for layer in range(spec.n_layers):
+            spec.of_layer(layer)  # raises for heads that cannot be
+        return
     for rope in (Rope(spec.rope_theta, spec.rope_scaling), spec.local_rope):
         if rope is not None and rope.scaling is not None:
             check_scaling(spec.name, rope.scaling, spec.rotary_dim or spec.head_dim)

@@ -19,10 +19,6 @@ _BY_REASON: Final = (
         "olmo_hybrid qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text lfm2 nemotron_h",
     ),
     ("its layers share caches and have embeddings of their own", "gemma3n gemma3n_text"),
-    (
-        "its values are normed, its heads differ from layer to layer, and layers are multiplied",
-        "gemma4 gemma4_text gemma4_unified",
-    ),
     ("its queries and keys are compressed (latent attention)", "minicpm3 kimi_k2 longcat_flash mistral4"),
     ("its attention has a difference of two softmaxes", "diffllama"),
     ("its positions are learned or biases of the scores", "gpt2 gpt_bigcode opt bloom mpt xglm biogpt"),

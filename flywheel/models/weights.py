@@ -46,6 +46,7 @@ _ACT: Final = 0.6
 
 _NORM_SPREAD: Final = 0.5 / sqrt(3.0)
 _BIAS: Final = 0.5
+_SCALAR_SPREAD: Final = 0.25 / sqrt(3.0)
 _CHUNK: Final = 2**18
 """Elements drawn at a time on the CPU, where they stay in its caches."""
 
@@ -96,8 +97,11 @@ def checkpoint_tensors(spec: DecoderSpec) -> dict[str, Shape]:
 def _tensors(spec: DecoderSpec) -> list[tuple[str, str, Shape]]:
     """(key, role, shape) of every weight."""
     once = [(model_weight_key(spec, role), role, shape) for role, shape in model_weight_shapes(spec).items()]
-    a_layer = layer_weights(spec).items()
-    layers = [(key.format(i=i), role, shape) for i in range(spec.n_layers) for role, (key, shape) in a_layer]
+    layers = [
+        (key.format(i=layer), role, shape)
+        for layer in range(spec.n_layers)
+        for role, (key, shape) in layer_weights(spec, layer).items()
+    ]
     return [*once, *layers]
 
 
@@ -159,11 +163,12 @@ def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, fl
     stream = 1 / _ADDED if behind else small  # norms behind add what deviates by 1
     read = stream if spec.norms == "behind" else 1.0  # what products of the residual stream multiply
     added = _ADDED * small / spec.residual_scale
-    query = _QUERY if spec.attention_scale is None else _QUERY / (spec.attention_scale * sqrt(spec.head_dim))
-    if role in ("o_bias", "down_bias"):
-        return 0.0, _BIAS * added
+    size = shape[0] if role == "q_norm" and not spec.wide_qk_norm else spec.head_dim
+    query = _QUERY if spec.attention_scale is None else _QUERY / (spec.attention_scale * sqrt(size))
     if role.endswith("_bias"):
-        return 0.0, _BIAS
+        return 0.0, _BIAS * (added if role in ("o_bias", "down_bias") else 1.0)
+    if role == "layer_scalar":
+        return 1.0, _SCALAR_SPREAD
     if role == "final_norm":
         return -spec.norm_offset, 1.0 / spec.logits_scale
     if role.endswith("norm"):
@@ -176,7 +181,7 @@ def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, fl
         return 0.0, added / sqrt(shape[1])
     if role == "down_proj":
         return 0.0, added / (_ACT * sqrt(shape[1]))
-    if spec.qk_norm and role in ("q_proj", "k_proj"):
+    if (spec.qk_norm and role in ("q_proj", "k_proj")) or (spec.v_norm and role == "v_proj"):
         return 0.0, small / (read * sqrt(shape[1]))  # q_norm and k_norm make of it what it would be
     if role == "q_proj":
         return 0.0, query / sqrt(shape[1])

@@ -32,7 +32,7 @@ _K = InstructionKind
 
 HALVES: Final = (DType.F16, DType.BF16)
 
-MAX_HEAD_DIM: Final = 256
+MAX_HEAD_DIM: Final = 512
 """Largest head dimension that an attention warp's lanes can hold."""
 
 MAX_WIDTH: Final = 1 << 26

@@ -24,6 +24,9 @@ PRODUCT_CAP: Final = "PRODUCT_CAP"
 ATTENTION_CAP: Final = "ATTENTION_CAP"
 ROPE_SCALE: Final = "ROPE_SCALE"
 WINDOW: Final = "WINDOW"
+ADD_BY: Final = "ADD_BY"
+NORM_PLAIN: Final = "NORM_PLAIN"
+LONG_HEADS: Final = "LONG_HEADS"
 
 HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS}
 """Attention on tensor cores to heads of a size."""
@@ -33,7 +36,7 @@ _USUAL: Final = frozenset(HEADS[size] for size in USUAL_HEAD_DIMS)
 
 FEATURES: Final = (
     GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, WINDOW,
-    *HEADS.values(), LAYERNORM,
+    *HEADS.values(), LAYERNORM, ADD_BY, NORM_PLAIN, LONG_HEADS,
 )  # fmt: skip
 """All of them. `macros_of` has their macros."""
 
@@ -47,7 +50,8 @@ def features_of(tasks: Iterable[Task | Use]) -> tuple[str, ...]:
     found: set[str] = set()
     for task in tasks:
         recipe = task.params.get("recipe")
-        found |= _of_recipe(recipe) if isinstance(recipe, Recipe) else set(_of_step(task.op, task.params))
+        alone = not isinstance(recipe, Recipe)
+        found |= set(_of_step(task.op, task.params, len(task.inputs))) if alone else _of_recipe(recipe)
         if "window" in task.params:
             found.add(WINDOW)
     if found.isdisjoint(set(HEADS.values()) - _USUAL):
@@ -65,10 +69,20 @@ def macros_of(features: Iterable[str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1 << 12)
 def _of_recipe(recipe: Recipe) -> frozenset[str]:
-    return frozenset([name for step in recipe.steps for name in _of_step(step.op, step.params)])
+    return frozenset([name for step in recipe.steps for name in _of_step(step.op, step.params, len(step.args))])
 
 
-def _of_step(op: InstructionKind, params: Mapping[str, Any]) -> Iterator[str]:
+def _of_step(op: InstructionKind, params: Mapping[str, Any], n_inputs: int) -> Iterator[str]:
+    yield from _of_params(op, params)
+    if op is _K.ADD and n_inputs > 2:
+        yield ADD_BY
+    if op is _K.RMSNORM and n_inputs < 2:
+        yield NORM_PLAIN
+    if op in ATTENTIONS and params.get("head_dim", 0) > HEAD_DIMS[-1]:
+        yield LONG_HEADS
+
+
+def _of_params(op: InstructionKind, params: Mapping[str, Any]) -> Iterator[str]:
     if op is _K.GELU_MUL:
         yield GELU_MUL
     if op is _K.LAYERNORM:

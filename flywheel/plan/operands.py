@@ -122,9 +122,11 @@ def _multiplied_alone(steps: Sequence[PlannedStep], made: int, members: Sequence
 
 
 def _norms_alone(steps: Sequence[PlannedStep], made: int, members: Sequence[int]) -> bool:
-    """Whether a norm makes rows that only the matrix steps `members` read, so that the rows may have the products'
-    stride."""
+    """Whether a norm with weights makes rows that only the matrix steps `members` read, so that the rows may have the
+    products' stride."""
     norm = steps[made]
+    if len(norm.args) < 2:
+        return False
     same = all(steps[index].params["K"] == norm.params.get("hidden") for index in members)
     return norm.op is InstructionKind.RMSNORM and same and _multiplied_alone(steps, made, members)
 

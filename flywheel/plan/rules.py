@@ -173,6 +173,8 @@ def _copied_columns(draft: Draft, ref: int, rows: int = 1) -> int:
 def _take_residual(draft: Draft, place: int) -> None:
     """Let the product of the task's columns add a COPY of those of an input."""
     step = draft.steps[place]
+    if len(step.args) > 2:
+        return
     for product, other in (step.args, step.args[::-1]):
         if _adds(draft, step, product, other):
             copied = draft.steps.pop(other - RESULT_REF)

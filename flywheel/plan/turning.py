@@ -74,7 +74,7 @@ def find_norm(rope: int, steps: Sequence[PlannedStep], form: Form, dtype: DType,
     if ref < RESULT_REF:
         return None
     norm = steps[ref - RESULT_REF]
-    if norm.op is not _K.RMSNORM or norm.out != ABSENT or norm.args[1] >= RESULT_REF:
+    if norm.op is not _K.RMSNORM or norm.out != ABSENT or len(norm.args) < 2 or norm.args[1] >= RESULT_REF:
         return None
     x, w = norm.args[0], form.inputs[norm.args[1]]
     stays = form.written[x] is None if x < RESULT_REF else x - RESULT_REF in views

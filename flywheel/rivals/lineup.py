@@ -138,12 +138,12 @@ def refusal(rival: Rival, spec: DecoderSpec, formats: WeightFormats, dtype: DTyp
     codes = next(name for name, each in CODES.items() if each is rival.codes)
     if all(formats.of(role) is None for role in MATRICES):
         return f"the weights are {dtype.name.lower()}; it multiplies {codes}"
-    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
-    for role in MATRICES:
+    layers = [each for own in spec.layer_kinds for each in layer_weight_shapes(own).items()]
+    for role, shape in (*layers, (HEAD, (spec.vocab, spec.hidden))):
         own = formats.of(role)
         if own is not None and own.codes is not rival.codes:
             return f"{role} is {own.name}; it multiplies {codes}"
-        if own is not None and rival.form == "tiles" and (why := _untiled(role, own, shapes[role], dtype)):
+        if own is not None and rival.form == "tiles" and (why := _untiled(role, own, shape, dtype)):
             return why
         if own is not None and rival.form in _PACKAGES and (why := _ungrouped(role, own, rival.form, dtype)):
             return why

@@ -171,12 +171,13 @@ class TorchDecoder:
         device = weights.embed.device
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
 
-        def empty() -> Tensor:
-            shape = (batch, spec.n_kv_heads, context, spec.head_dim)
+        def empty(own: DecoderSpec) -> Tensor:
+            shape = (batch, own.n_kv_heads, context, own.head_dim)
             return torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
 
         # Tensors of their own: writes to views of one tensor would make a compiled step copy all of it.
-        self._caches = [(empty(), empty()) for _ in weights.layers]
+        layers = [spec.of_layer(layer) for layer in range(spec.n_layers)]
+        self._caches = [(empty(own), empty(own)) for own in layers]
         graph = decode_step(spec, context, DType.BF16)  # of any type
         turns = {  # [context, 1, head_dim] each
             key: tuple([table.to(device) for table in rope_turns(torch.arange(context), each)])
@@ -252,12 +253,12 @@ class TorchDecoder:
                     return rotate(inputs[0], cosine[position], sine[position])
                 case _K.KV_APPEND:
                     for mine, new in zip(caches, inputs, strict=True):
-                        mine[:, :, position] = as_heads(new, self.spec.head_dim)
+                        mine[:, :, position] = as_heads(new, mine.shape[-1])
                     return None
                 case _K.ATTENTION_TILE:
                     first = max(0, position + 1 - call.params.get("window", position + 1))
                     keys, values = (each[:, :, first : position + 1] for each in caches)
-                    q = as_heads(inputs[0], self.spec.head_dim).to(keys.dtype)
+                    q = as_heads(inputs[0], keys.shape[-1]).to(keys.dtype)
                     return self._attend(call, q[:, :, None], keys, values).flatten(1)
                 case _:
                     assert plain is not None, f"{call.names[0]}: {call.kind.name} has no torch function"

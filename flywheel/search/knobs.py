@@ -34,11 +34,16 @@ class Knob:
 
 
 def heights_of(workload: Workload, projections: Sequence[str]) -> list[int]:
-    """Rows of each of these matrices, of several GPUs those of the first."""
-    ops = {op.name: op for block in blocks_of(workload) for op in block.ops}
-    tensors = {name: tensor for block in blocks_of(workload) for name, tensor in block.tensors.items()}
-    ends = [ops[name].rows or (0, tensors[ops[name].inputs[1]].shape[0]) for name in projections]
-    return [stop - start for start, stop in ends]
+    """Rows of each of these matrices that there are, of several GPUs those of the first, and of layers' most common
+    kind."""
+    graph = workload.graph.ranks[0] if workload.graph.ranks else workload.graph
+    kinds = sorted(range(len(graph.kinds)), key=graph.order.count)
+    found: dict[str, tuple[int, int]] = {}
+    for block in (*[graph.kinds[kind] for kind in kinds], graph.epilogue):
+        for op in [op for op in block.ops if op.name in projections]:
+            matrix = block.tensors.get(op.inputs[1]) or graph.prologue.tensors[op.inputs[1]]
+            found[op.name] = op.rows or (0, matrix.shape[0])
+    return [stop - start for start, stop in (found[name] for name in projections if name in found)]
 
 
 def rows_of(projections: Sequence[str], *waves: float) -> Callable[[Workload], list[Value]]:
@@ -114,7 +119,8 @@ def _fits(workload: Workload, smem: int, chunk: int) -> bool:
 def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     """The variant with so much shared memory and chunks of that size. Raises ConfigError where no ring fits."""
     graph, spec = workload.graph, workload.spec
-    made = spec.hidden, spec.n_heads // workload.ranks * spec.head_dim  # of norms, and of attention
+    attended = [own.n_heads // workload.ranks * own.head_dim for own in spec.layer_kinds]
+    made = spec.hidden, *attended  # of norms, and of attention
     codings = _codings(workload)
     staged = max(
         operand_bytes(graph.dtype, graph.batch, depth, depth in made, bool(codings)) for depth in _depths(workload)

@@ -59,10 +59,10 @@ _ROWS: Final = MappingProxyType(
 _FUSED: Final = MappingProxyType(
     {
         ("fuse.qkv", 1): "attn_norm q_proj k_proj v_proj",
-        ("fuse.attention", 1): "k_norm k_rope k_append v_append",
+        ("fuse.attention", 1): "k_norm k_rope v_norm k_append v_append",
         ("fuse.attention", 2): "q_norm q_rope attention",
-        ("fuse.attention", 3): "k_norm k_rope k_append v_append; q_norm q_rope attention",
-        ("fuse.attention", 4): "k_norm k_rope k_append v_append q_norm q_rope attention",
+        ("fuse.attention", 3): "k_norm k_rope v_norm k_append v_append; q_norm q_rope attention",
+        ("fuse.attention", 4): "k_norm k_rope v_norm k_append v_append q_norm q_rope attention",
         ("fuse.out", 1): "o_proj attn_add",
         ("fuse.out", 2): "attn_combine o_proj attn_add",
         ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul gelu_mul",
@@ -230,7 +230,7 @@ class Space:
     def kernel_features(self) -> tuple[str, ...]:
         """What these kernels need that most do not, as KernelVariant has it."""
         blocks = self.workload.graph.blocks
-        return features_of(Use(op.kind, (), op.params) for block in blocks for op in block.ops)
+        return features_of(Use(op.kind, range(len(op.inputs)), op.params) for block in blocks for op in block.ops)
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(rows_of(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])

@@ -26,7 +26,7 @@ from flywheel.judge.verdicts import Judge, make_judge
 from flywheel.lowering.fusion import COMBINE
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import LinearRope, Rope, RopeScaling, YarnRope
+from flywheel.models.rope import LinearRope, ProportionalRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -81,6 +81,12 @@ SPECS: Final = {
         "small", "gemma3_text", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, tied_head=True, norms="around",
         norm_offset=1.0, activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.2,
         qk_norm=True, window=21, windowed=(True, False), local_rope=Rope(1e2), rope_scaling=LinearRope(8.0),
+    ),
+    "gemma4": DecoderSpec(
+        "small", "gemma4_text", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, tied_head=True, norms="around",
+        activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.5, qk_norm=True,
+        v_norm=True, layer_scalar=True, window=21, windowed=(True, False), local_rope=Rope(1e2),
+        rope_scaling=ProportionalRope(0.25), full_head_dim=32, full_kv_heads=1, full_k_is_v=True,
     ),
 }
 FUSED: Final = [

@@ -110,7 +110,7 @@ def test_every_position_that_was_held_has_a_granule_of_its_own(
     positions: int, context: int, streams: int, position_bytes: int
 ) -> None:
     granules = Counted()
-    memory = GrowingMemory(granules, 2, streams, context, position_bytes)
+    memory = GrowingMemory(granules, 2, [position_bytes] * streams, context)
     positions = min(positions, context)
     for row in (1, 0):
         memory.hold(row, positions)
@@ -162,6 +162,21 @@ def test_granules_made_before_memory_ran_out_unforeseen_come_back() -> None:
     with pytest.raises(CacheMemoryError):
         caches.hold(0, 20)
     assert len(granules._made) == 1  # everybody's
+
+
+def test_memory_moves_only_when_torch_has_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    granules = HostGranules(limit_bytes=30 * GRANULE, nbytes=GRANULE)
+    caches, finished = KvCaches(SPEC, DType.F32, CONTEXT, "cpu", 2, granules), list[int]()
+    monkeypatch.setattr(caches, "_finish_torch", lambda: finished.append(len(granules._made)))
+    caches.hold(0, 150, may_take=True)
+    held = len(granules._made)
+    caches.hold(0, 150, may_take=True)
+    caches.leave(0)
+    caches.hold(1, 150, may_take=True)
+    caches.leave(1)
+    caches.give_back()
+    assert finished == [1, held, held]
+    assert len(granules._made) == 1
 
 
 def test_memory_of_the_host_is_the_systems_again_once_it_is_unmapped() -> None:

@@ -23,7 +23,7 @@ from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.judge.verdicts import make_oracle
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import LinearRope, Rope, RopeScaling, YarnRope
+from flywheel.models.rope import LinearRope, ProportionalRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.runtime.sequences import GREEDY, Sampling, make_request
@@ -66,6 +66,12 @@ SPECS: Final = {
         "small", "gemma3_text", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, tied_head=True, norms="around",
         norm_offset=1.0, activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.2,
         qk_norm=True, window=18, windowed=(True, False), local_rope=Rope(1e2), rope_scaling=LinearRope(8.0),
+    ),
+    "gemma4": DecoderSpec(
+        "small", "gemma4_text", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, tied_head=True, norms="around",
+        activation="gelu_tanh", embed_scale=48**0.5, embed_scale_rounds=True, attention_scale=0.5, qk_norm=True,
+        v_norm=True, layer_scalar=True, window=18, windowed=(True, False), local_rope=Rope(1e2),
+        rope_scaling=ProportionalRope(0.25), full_head_dim=32, full_kv_heads=1, full_k_is_v=True,
     ),
 }
 """Few tokens, so that texts repeat themselves."""

@@ -36,6 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "attention_cap": 2.0, "logits_cap": 2.0
     },
     "gemma3_text": {"norms": "around", "embed_scale": 3.0, "qk_norm": True, "local_rope": Rope(1e2)},
+    "gemma4_text": {
+        "norms": "around", "qk_norm": True, "v_norm": True, "layer_scalar": True, "full_head_dim": 24,
+        "full_kv_heads": 1, "full_k_is_v": True,
+    },
 }
 
 

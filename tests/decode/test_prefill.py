@@ -14,7 +14,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
-from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
+from flywheel.models.rope import LinearRope, LongRope, ProportionalRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -24,6 +24,11 @@ SMALL = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 128)
 GEMMA: dict[str, Any] = {
     "tied_head": True, "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "embed_scale": 8.0,
     "embed_scale_rounds": True, "attention_scale": 0.2, "window": 9, "windowed": (True, False),
+}  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "family": "gemma4_text", "norm_offset": 0.0, "qk_norm": True, "v_norm": True, "layer_scalar": True,
+    "attention_scale": 0.5, "logits_cap": 2.0, "local_rope": Rope(1e2), "rope_scaling": ProportionalRope(0.25),
+    "full_head_dim": 32,
 }  # fmt: skip
 FAMILIES = {
     "llama": replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
@@ -49,6 +54,8 @@ FAMILIES = {
     "gemma2": replace(SMALL, **GEMMA, family="gemma2", attention_cap=2.0, logits_cap=2.0),
     "gemma3": replace(SMALL, **GEMMA, family="gemma3_text", qk_norm=True, local_rope=Rope(1e2),
                       rope_scaling=LinearRope(8.0)),
+    "gemma4": replace(SMALL, **GEMMA | GEMMA4, full_kv_heads=1, full_k_is_v=True),
+    "gemma4 values": replace(SMALL, **GEMMA | GEMMA4),
 }  # fmt: skip
 NEAR = {DType.F32: 2e-5, DType.BF16: 0.06}
 """Of the largest element. In half types a whole step's roundings pile up, differently in each of the two."""

@@ -29,6 +29,11 @@ OWN: dict[str, dict[str, Any]] = {
         "embed_scale_rounds": True, "tied_head": True, "window": 20, "windowed": (True, False), "local_rope": Rope(1e2),
     },
     "starcoder2": {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "mlp_bias": True},
+    "gemma4_text": {
+        "norms": "around", "activation": "gelu_tanh", "qk_norm": True, "v_norm": True, "layer_scalar": True,
+        "tied_head": True, "window": 20, "windowed": (True, False), "full_head_dim": 64, "full_kv_heads": 1,
+        "full_k_is_v": True,
+    },
 }
 """Family -> its own fields."""
 FORMATS = (

@@ -15,7 +15,7 @@ from flywheel.judge.verdicts import Judge, default_positions
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.oracle import OracleWeights
-from flywheel.models.rope import LinearRope, Rope, YarnRope
+from flywheel.models.rope import LinearRope, ProportionalRope, Rope, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.plan.variant import variant_of
@@ -67,6 +67,15 @@ SPECS |= {
     ),
 }
 FEATURES |= {"mistral": ("WINDOW",), "ministral": ("WINDOW",)}
+GEMMA4 = DecoderSpec(
+    "gemma4", "gemma4_text", 128, 256, 2, 4, 2, 64, 520, 1e6, 1e-6, 512, tied_head=True, norms="around",
+    activation="gelu_tanh", embed_scale=128**0.5, embed_scale_rounds=True, attention_scale=1.0, logits_cap=2.0,
+    qk_norm=True, v_norm=True, layer_scalar=True, window=100, windowed=(True, False), local_rope=Rope(1e2),
+    rope_scaling=ProportionalRope(0.25), full_head_dim=512, full_kv_heads=1, full_k_is_v=True,
+)  # fmt: skip
+OF_GEMMA4 = ("GELU_MUL", "EMBED_SCALE", "PRODUCT_CAP", "WINDOW", "ADD_BY", "NORM_PLAIN")
+SPECS |= {"gemma4": GEMMA4, "gemma4-values": replace(GEMMA4, full_head_dim=128, full_kv_heads=2, full_k_is_v=False)}
+FEATURES |= {"gemma4": (*OF_GEMMA4, "LONG_HEADS"), "gemma4-values": OF_GEMMA4}
 WORKS = [(name, dtype, choice) for name in SPECS for dtype in (DType.BF16, DType.F32) for choice in (0, 1)]
 
 

@@ -51,10 +51,12 @@ GRANITE = replace(CATALOG["granite-3.3-2b"], name="granite-3.3-2b cut", n_layers
 OLMO = replace(CATALOG["olmo3-7b"], name="olmo3-7b cut", n_layers=2, vocab=3000, window=300, windowed=(True, False))
 GEMMA2 = replace(CATALOG["gemma2-2b"], name="gemma2-2b cut", n_layers=2, vocab=3000, window=300, windowed=(True, False))
 GEMMA3 = replace(CATALOG["gemma3-4b"], name="gemma3-4b cut", n_layers=2, vocab=3000, window=300, windowed=(True, False))
+GEMMA4 = replace(CATALOG["gemma4-12b"], name="gemma4-12b cut", n_layers=2, vocab=3000, window=300,
+                 windowed=(True, False))  # fmt: skip
 WORKLOADS = [
     (SMALL, 128), (ODD, 300), (ONE_HEAD, 72), (LLAMA, 512), (LLAMA, 4096), (QWEN, 1000), (ODD, 4096), (SMALL, 1),
     (COMMAND, 512), (STARCODER, 512), (WINDOWS, 300), (MISTRAL, 700), (MISTRAL, 8192),
-    (PHI, 512), (GLM, 512), (GRANITE, 512), (OLMO, 700), (GEMMA2, 700), (GEMMA3, 700),
+    (PHI, 512), (GLM, 512), (GRANITE, 512), (OLMO, 700), (GEMMA2, 700), (GEMMA3, 700), (GEMMA4, 700),
 ]  # fmt: skip
 N_CONFIGS = 3 * len(WORKLOADS)
 MOST_DRAWS = 100

@@ -22,7 +22,7 @@ from flywheel.cli.main import COMMANDS, cli
 from flywheel.cli.options import SharedOption
 from flywheel.cli.search import SAMPLERS
 from flywheel.cli.wording import OLD
-from flywheel.decode.prefixes import BLOCK
+from flywheel.decode import pieces, prefixes, prompts
 from flywheel.ir import files
 from flywheel.ir.validate import structure
 from flywheel.judge import bench
@@ -315,7 +315,7 @@ def limits_of_serve() -> Iterator[str]:
     yield f"up to {fields.MOST_STOPS} strings"
     yield f"up to {openai._MOST_OF_COMPLETIONS} for a completion; true for a chat"
     yield f"with `top_logprobs` up to {MOST_LIKELY}"
-    yield f"in blocks of {BLOCK} tokens"
+    yield f"in blocks of {prefixes.BLOCK} tokens"
     yield f"or takes over {tokenizer.LIMIT_S:g} s | 500"
     yield f"a body of more than {guard.MAX_BODY // MIB} MiB | 413"
     headers, body = (seconds for _, seconds in server._LIMITS.values())
@@ -326,6 +326,13 @@ def limits_of_serve() -> Iterator[str]:
     yield f"{child._START_S / 60:g} minutes without being ready"
     pauses = engine._PAUSES_S
     yield f"pauses of up to {max(pauses):g} s, {len(pauses)} times in about {NUMBERS[round(sum(pauses) / 60)]} minutes"
+
+
+def limits_of_decoding() -> Iterator[str]:
+    """Pieces of docs/decode.md."""
+    yield f"copies of cache rows in blocks of {prefixes.BLOCK} tokens"
+    yield f"Up to {prompts.CHUNK:,} tokens pass through the model together"
+    yield f"has at most {pieces.MOST} layers"
 
 
 def power(number: int) -> str:
@@ -340,6 +347,11 @@ def test_counts_of_the_docs_are_those_of_the_code(root: Path) -> None:
 def test_what_a_search_does_has_the_numbers_of_the_code(root: Path) -> None:
     told = prose(root / "docs" / "search.md")
     assert [piece for piece in numbers_of_searches() if piece not in told] == []
+
+
+def test_limits_of_decoding_are_those_of_the_code(root: Path) -> None:
+    told = prose(root / "docs" / "decode.md")
+    assert [piece for piece in limits_of_decoding() if piece not in told] == []
 
 
 def test_limits_of_the_server_are_those_of_the_code(root: Path) -> None:

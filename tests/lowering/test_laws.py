@@ -57,6 +57,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "attention_cap": 2.0, "logits_cap": 2.0
     },
     "gemma3_text": {"norms": "around", "embed_scale": 3.0, "qk_norm": True, "local_rope": Rope(1e2)},
+    "gemma4_text": {
+        "norms": "around", "qk_norm": True, "v_norm": True, "layer_scalar": True, "full_head_dim": 24,
+        "full_kv_heads": 1, "full_k_is_v": True,
+    },
 }
 
 
@@ -269,10 +273,11 @@ def test_every_weight_byte_is_streamed_once(case: Case) -> None:
     program, spec = case.program, case.spec
     element = DTYPES[case.dtype].bits // 8
     streamed = sum(task.est_bytes for task in program.tasks if does(task, "GEMV_TILE"))
-    of_layer = sum(shape[0] for shape in layer_weight_shapes(spec).values() if len(shape) == 1)
+    layers = [layer_weight_shapes(spec, layer) for layer in range(spec.n_layers)]
+    of_layers = sum(shape[0] for shapes in layers for shape in shapes.values() if len(shape) == 1)
     of_model = sum(shape[0] for shape in model_weight_shapes(spec).values() if len(shape) == 1)
     row = 0 if spec.tied_head else spec.hidden
-    assert streamed + element * (spec.n_layers * of_layer + of_model + row) == weight_bytes_read(program)
+    assert streamed + element * (of_layers + of_model + row) == weight_bytes_read(program)
     matrices = [b for b in program.buffers if b.kind is BufferKind.WEIGHT and len(b.shape) == 2]
     table = program.buffers[program.tasks[0].inputs[1]]
     assert streamed == sum(b.nbytes for b in matrices) - (0 if spec.tied_head else table.nbytes)

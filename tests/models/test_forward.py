@@ -17,8 +17,9 @@ from flywheel.models.oracle import rope_table
 def test_angles_are_the_oracles_for_every_known_model(name: str) -> None:
     spec = CATALOG[name]
     graph = decode_step(spec, 1, DType.BF16)
-    ropes = dict.fromkeys([rope for layer in range(spec.n_layers) if (rope := spec.rope_of(layer)) is not None])
-    for rope, turning in zip(ropes, turning_of(graph).values(), strict=True):
+    layers = {(spec.rope_of(layer), spec.of_layer(layer)): None for layer in range(spec.n_layers)}
+    ropes = [each for each in layers if each[0] is not None]
+    for (rope, spec), turning in zip(ropes, turning_of(graph).values(), strict=True):
         torch.testing.assert_close(turning, rope_table(rope, spec, False), rtol=5e-7, atol=0.0)
         cosines, sines = rope_turns(torch.arange(64), turning)
         angles, half = torch.outer(torch.arange(64).float(), turning[0]), spec.head_dim // 2

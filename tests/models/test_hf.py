@@ -544,6 +544,45 @@ def test_a_multimodal_config_is_read_by_its_text_part() -> None:
         spec_from_config({**config, "text_config": None}, "x")
 
 
+GEMMA4_12B = {
+    "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3840, "hidden_size_per_layer_input": 0,
+    "intermediate_size": 15360, "max_position_embeddings": 262144, "model_type": "gemma4_unified_text",
+    "num_attention_heads": 16, "num_global_key_value_heads": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+    "num_kv_shared_layers": 0, "sliding_window": 1024, "use_double_wide_mlp": False, "vocab_size": 262144,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}  # fmt: skip
+
+
+def test_heads_of_layers_without_a_window_are_read_as_both_releases_write_them() -> None:
+    around = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"}
+    assert spec_from_config(around | {"text_config": GEMMA4_12B}, "gemma4-12b") == CATALOG["gemma4-12b"]
+    heads = {"head_dim": 512, "num_key_value_heads": 1}
+    of_layers = {f"{layer:02d}": heads for layer in range(5, 48, 6)}
+    new = {key: value for key, value in GEMMA4_12B.items() if "global" not in key} | {"per_layer_config": of_layers}
+    assert spec_from_config(around | {"text_config": new}, "gemma4-12b") == CATALOG["gemma4-12b"]
+    for other in ({**of_layers, "11": {"head_dim": 256}}, {**of_layers, "04": heads}, {"05": heads}, None):
+        assert "per_layer_config" in refused(new | {"per_layer_config": other})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256; supported: 0"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; supported: 0"),
+        ({"enable_moe_block": True}, "enable_moe_block is true; supported: false"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types is "),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is "),
+    ],
+)
+def test_what_gemma_4_has_beyond_what_runs_is_refused_by_its_key(fields: Config, message: str) -> None:
+    assert message in refused(GEMMA4_12B | fields)
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [

@@ -52,13 +52,15 @@ def test_shapes_and_keys_describe_every_parameter_once(name: str) -> None:
     spec = CATALOG[name]
     state = {model_weight_key(spec, role): shape for role, shape in model_weight_shapes(spec).items()}
     for layer in range(spec.n_layers):
-        state |= {layer_weight_key(role, layer): shape for role, shape in layer_weight_shapes(spec).items()}
-    assert len(state) == len(model_weight_shapes(spec)) + spec.n_layers * len(layer_weight_shapes(spec))
+        state |= {layer_weight_key(role, layer): shape for role, shape in layer_weight_shapes(spec, layer).items()}
+    layers = [layer_weight_shapes(spec, layer) for layer in range(spec.n_layers)]
+    assert len(state) == len(model_weight_shapes(spec)) + sum(map(len, layers))
     assert sum(map(prod, state.values())) == count_params(spec)
 
 
 def test_every_role_has_a_key_and_every_key_a_role() -> None:
-    everything = changed(qkv_bias=True, qk_norm=True, norm_bias=True, o_bias=True, mlp_bias=True, norms="around")
+    everything = changed(qkv_bias=True, qk_norm=True, norm_bias=True, o_bias=True, mlp_bias=True, norms="around",
+                         layer_scalar=True)
     assert set(layer_weight_shapes(everything)) == set(LAYER_WEIGHT_KEYS)
     assert set(model_weight_shapes(everything)) == set(MODEL_WEIGHT_KEYS)
 

@@ -189,16 +189,19 @@ def test_transformers_reads_fields_that_are_refused(changes: dict[str, Any], tmp
         spec_from_config(json.loads((tmp_path / "config.json").read_text()) | changes, "x")
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_multimodal_checkpoint_is_read_alone(prefix: str, tmp_path: Path) -> None:
+def test_the_text_part_of_a_multimodal_checkpoint_is_read_alone(prefix: str, family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    model = build("gemma3", tmp_path)
+    model = build(family, tmp_path)
     ids = tokens(24)
     path, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     whole = {key.replace("model.", prefix, 1): each for key, each in load_file(path).items()}
-    vision = {"vision_tower.x": torch.ones(1), "multi_modal_projector.y": torch.ones(1)}
+    others = ("vision_tower.x", "multi_modal_projector.y", "embed_vision.z")
+    vision = {name: torch.ones(1) for name in others}
     save_file({key.replace("lm_head", "language_model.lm_head"): each for key, each in (whole | vision).items()}, path)
-    around = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {}}
+    kind = f"{family.capitalize()}ForConditionalGeneration"
+    around = {"architectures": [kind], "model_type": family, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(around | {"text_config": config}))
     torch.testing.assert_close(decoder_in(tmp_path).prefill(ids), all_logits(model, ids)[-1], atol=1e-4, rtol=1e-4)

@@ -24,7 +24,7 @@ from flywheel.models.footprint import bytes_per_token
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.oracle import EagerDecoder, OracleWeights
 from flywheel.models.quantise import quantise, quantised
-from flywheel.models.rope import LinearRope, LongRope, Rope, RopeScaling, YarnRope
+from flywheel.models.rope import LinearRope, LongRope, ProportionalRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.rivals.lineup import RIVALS, Form, refusal, usual_rivals
@@ -70,6 +70,11 @@ SPECS = (
     dataclasses.replace(
         LLAMA, **GEMMA, name="gemma3", family="gemma3_text", qk_norm=True, local_rope=Rope(1e2),
         rope_scaling=LinearRope(8.0),
+    ),
+    dataclasses.replace(
+        LLAMA, **GEMMA | {"norm_offset": 0.0, "attention_scale": 0.5}, name="gemma4", family="gemma4_text",
+        qk_norm=True, v_norm=True, layer_scalar=True, logits_cap=2.0, local_rope=Rope(1e2),
+        rope_scaling=ProportionalRope(0.25), full_head_dim=32, full_kv_heads=1, full_k_is_v=True,
     ),
     dataclasses.replace(LLAMA, name="odd", hidden=72, intermediate=104, n_heads=3, n_kv_heads=1, head_dim=24),
 )

@@ -227,12 +227,12 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
     output = attention.output if whole else _NEW
     builder = RecipeBuilder()
     made = _own_position(scope, builder, ops, head)
-    name = attention.inputs[0]
-    while name in ops and ops[name].kind is not _K.RMSNORM:
-        name = ops[name].inputs[0]
-    if name in ops:
-        # First, so that only steps of the new row stand between the key's rope and the attention.
-        made[name] = _head_value(scope, builder, ops, name, head, graph.group * graph.head_dim, made)
+    for name, width in ((appends[1].inputs[0], 1), (attention.inputs[0], graph.group)):
+        while name in ops and ops[name].kind is not _K.RMSNORM:
+            name = ops[name].inputs[0]
+        if name in ops:
+            # First, so that only steps of the new row stand between the key's rope and the attention.
+            made[name] = _head_value(scope, builder, ops, name, head, width * graph.head_dim, made)
     for index, op in enumerate(appends):
         rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
         _append(scope, builder, op, rows, head, Output(index + 1))

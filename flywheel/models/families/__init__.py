@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import Final
@@ -15,6 +16,8 @@ from flywheel.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
+    gemma4_unified,
     glm,
     glm4,
     granite,
@@ -35,8 +38,8 @@ from flywheel.models.spec import DecoderSpec, Shape, model_weight_shapes
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {each.FAMILY.name: each.FAMILY for each in (
-        cohere, cohere2, gemma, gemma2, gemma3, glm, glm4, granite, granitemoehybrid, llama, ministral, mistral, olmo2,
-        olmo3, phi3, qwen2, qwen3, smollm3, starcoder2,
+        cohere, cohere2, gemma, gemma2, gemma3, gemma4, gemma4_unified, glm, glm4, granite, granitemoehybrid, llama,
+        ministral, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3, starcoder2,
     )}
 )
 """`model_type` -> its family."""
@@ -49,17 +52,22 @@ def family_of(spec: DecoderSpec) -> Family:
     return FAMILIES[spec.family]
 
 
-def layer_weights(spec: DecoderSpec) -> Mapping[str, LayerWeight]:
-    """Role -> weight of the weights that every layer has. Raises UnsupportedModelError as `family_of`."""
-    return family_of(spec).weights(spec)
+def layer_weights(spec: DecoderSpec, layer: int = 0) -> Mapping[str, LayerWeight]:
+    """Role -> weight of the weights of a layer. Raises UnsupportedModelError as `family_of`."""
+    return _weights_of(spec.of_layer(layer))
 
 
-def layer_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
+@lru_cache(maxsize=64)
+def _weights_of(spec: DecoderSpec) -> Mapping[str, LayerWeight]:
+    return MappingProxyType(family_of(spec).weights(spec))
+
+
+def layer_weight_shapes(spec: DecoderSpec, layer: int = 0) -> dict[str, Shape]:
     """Role -> shape of `layer_weights`."""
-    return {role: weight.shape for role, weight in layer_weights(spec).items()}
+    return {role: weight.shape for role, weight in layer_weights(spec, layer).items()}
 
 
 def count_params(spec: DecoderSpec) -> int:
     """All parameters; a tied head counts once."""
-    a_layer = sum(map(prod, layer_weight_shapes(spec).values()))
-    return sum(map(prod, model_weight_shapes(spec).values())) + spec.n_layers * a_layer
+    layers = sum(count * sum(map(prod, layer_weight_shapes(own).values())) for own, count in spec.layer_kinds.items())
+    return sum(map(prod, model_weight_shapes(spec).values())) + layers

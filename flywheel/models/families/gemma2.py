@@ -24,18 +24,19 @@ def read_gemma(fields: Fields, logits_cap: float | None) -> dict[str, Any]:
         "embed_scale": sqrt(fields.positive_int("hidden_size")),
         "embed_scale_rounds": True,
         "attention_scale": fields.positive_float("query_pre_attn_scalar", absent=256.0) ** -0.5,
-        "logits_cap": _cap(fields, "final_logit_softcapping", logits_cap),
+        "logits_cap": cap_of(fields, "final_logit_softcapping", logits_cap),
     }
 
 
-def _cap(fields: Fields, name: str, absent: float | None) -> float | None:
+def cap_of(fields: Fields, name: str, absent: float | None) -> float | None:
+    """A soft cap; None where its field is null, and `absent` where there is none."""
     if name not in fields.values:
         return absent
     return None if fields.values[name] is None else fields.positive_float(name)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    return {**read_gemma(fields, 30.0), "attention_cap": _cap(fields, _CAP, 50.0)}
+    return {**read_gemma(fields, 30.0), "attention_cap": cap_of(fields, _CAP, 50.0)}
 
 
 def _windows(_: Fields, n_layers: int) -> list[bool]:

@@ -23,7 +23,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.families import layer_weight_shapes
 from flywheel.models.formats import LAYER_MATRICES
 from flywheel.models.sharding import local_spec
-from flywheel.models.spec import DecoderSpec, spec_from_dict
+from flywheel.models.spec import DecoderSpec, Shape, spec_from_dict
 from flywheel.plan import is_current
 from flywheel.plan.kernels import BULK_COPY_ARCH
 from flywheel.search.knobs import Choice, Value
@@ -111,19 +111,24 @@ def _own(work: Workload) -> DecoderSpec:
 
 
 def _bytes_of_layers(work: Workload) -> float:
-    """Bytes of a layer's matrices."""
+    """Bytes of all layers' matrices."""
     dtype, formats = DTYPES[work.dtype], work.formats
     return float(
         sum(
-            dtype.nbytes(prod(shape)) if (own := formats.of(role)) is None else own.nbytes(shape, dtype)
-            for role, shape in layer_weight_shapes(work.spec).items()
-            if role in LAYER_MATRICES
+            count * (dtype.nbytes(prod(shape)) if (own := formats.of(role)) is None else own.nbytes(shape, dtype))
+            for role, shape, count in _matrices(work)
         )
     )
 
 
 def _weights_of_layers(work: Workload) -> int:
-    return sum(prod(shape) for role, shape in layer_weight_shapes(work.spec).items() if role in LAYER_MATRICES)
+    return sum(count * prod(shape) for _, shape, count in _matrices(work))
+
+
+def _matrices(work: Workload) -> list[tuple[str, Shape, int]]:
+    """(role, shape, number) of the layers' matrices."""
+    kinds = [(layer_weight_shapes(own), count) for own, count in work.spec.layer_kinds.items()]
+    return [(role, shape, n) for own, n in kinds for role, shape in own.items() if role in LAYER_MATRICES]
 
 
 def distance(one: Workload, other: Workload) -> float:

@@ -70,10 +70,10 @@ def embed(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def rmsnorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """x * rsqrt(mean(x^2) + eps) * (w [+ `w_offset`]) over rows of `hidden` elements."""
+    """x * rsqrt(mean(x^2) + eps) [* (w [+ `w_offset`])] over rows of `hidden` elements."""
     x = split(inputs[0], params["hidden"]).float()
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + params["eps"])
-    store(out, x * scale * (flat(inputs[1]) + params.get("w_offset", 0.0)))
+    scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + params["eps"])
+    store(out, scaled * (flat(inputs[1]) + params.get("w_offset", 0.0)) if len(inputs) > 1 else scaled)
 
 
 def layernorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
@@ -117,8 +117,9 @@ def gelu(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def add(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """a + b."""
-    store(out, flat(inputs[0]) + flat(inputs[1]))
+    """a + b, times the number `by` if there is one."""
+    total = flat(inputs[0]) + flat(inputs[1])
+    store(out, total * flat(inputs[2]) if len(inputs) > 2 else total)
 
 
 def mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:

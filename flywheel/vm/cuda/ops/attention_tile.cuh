@@ -233,15 +233,25 @@ template <int... D> __device__ __forceinline__ bool has_groups(Vm vm, const amk_
 
 #endif
 
-// Any head_dim up to 256 and any operands, one query head after the other, one row a warp: lanes hold every 32nd element.
+// Any head_dim up to 256, or 512, and any operands, one query head after the other, one row a warp: lanes hold every 32nd
+// element.
 __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int head) {
+#ifdef FW_LONG_HEADS
+    constexpr int PARTS = 16, FEW = 256;
+#else
     constexpr int PARTS = 8;
+#endif
     const Operand q = vm.arg(step, 0), k = vm.arg(step, 1), v = vm.arg(step, 2);
     const int head_dim = step.params.head_dim, n_kv_heads = step.params.n_kv_heads;
     const int start = vm.kv_start(step), length = vm.kv_len(step), pitch = n_kv_heads * head_dim;
     const int column = head / (step.params.n_heads / n_kv_heads) * head_dim;
     const int max_seq = k.numel / pitch;
+#ifdef FW_LONG_HEADS
+    const int room = head_dim > FEW ? VECTOR_WARPS : FW_WORK_BYTES / static_cast<int>((head_dim + 2) * sizeof(float));
+    const int warps = min(VECTOR_WARPS, room);
+#else
     const int warps = min(VECTOR_WARPS, FW_WORK_BYTES / static_cast<int>((head_dim + 2) * sizeof(float)));
+#endif
     float acc[PARTS] = {};
     float highest = -INFINITY, total = 0.0f;
 #pragma unroll 1

@@ -1,5 +1,6 @@
 // RMSNORM: x * rsqrt(mean(x^2) + eps) * w, or in a program of NORM_OFFSET times 1 + w, over rows of `hidden` elements.
-// Operands: x of R * hidden elements, w whose first `hidden` count, any float types; out as x.
+// Operands: x of R * hidden elements, w whose first `hidden` count, any float types; out as x. In a program of NORM_PLAIN
+// there may be no w.
 // Rounding: fp32 throughout, once to the step's dtype, then to the output's. What LEAVES_SCALE stages is x * w, rounded once, and
 // its products are multiplied in fp32 by the scale of their row.
 // Rows one after the other, or several that are long at once: all threads; heads: a warp each, without barriers.
@@ -288,6 +289,29 @@ __device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Ope
     }
 }
 
+#ifdef FW_NORM_PLAIN
+// Heads of any types and alignments, a warp each, without weights. Nothing multiplies them (plan/operands.py).
+__device__ __forceinline__ void norm_plain(Vm vm, const amk_step_t& step) {
+    const Operand x = vm.arg(step, 0), out = vm.out(step);
+    const int hidden = step.params.hidden;
+    vm.await(step.args[0]);
+#pragma unroll 1
+    for (int row = vm.warp(); row < out.numel / hidden; row += VECTOR_WARPS) {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int i = vm.lane(); i < hidden; i += WARP) {
+            const float value = load(x, row * hidden + i);
+            sum += value * value;
+        }
+        const float scale = rsqrtf(warp_sum(sum) / hidden + step.params.eps);
+#pragma unroll 1
+        for (int i = vm.lane(); i < hidden; i += WARP) {
+            store_result(step.out_dtype, out, row * hidden + i, load(x, row * hidden + i) * scale);
+        }
+    }
+}
+#endif
+
 // Whether a matrix operand of the task was announced before this step: then matrix warps may be at a product behind it.
 __device__ __forceinline__ bool has_announced(Vm vm, const amk_step_t& step) {
     const amk_step_t* steps = vm.task()->steps;
@@ -300,6 +324,9 @@ __device__ __forceinline__ bool has_announced(Vm vm, const amk_step_t& step) {
 // Rows that are staged where they are made lie apart as the step's matrix step has them. A kernel for so many rows looks for
 // them first, and leaves out the way of other long ones.
 FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
+#ifdef FW_NORM_PLAIN
+    if (step.n_args < 2) return norm_plain(vm, step);
+#endif
     constexpr int BYTES = sizeof(element_t);
     const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
     const int hidden = step.params.hidden, groups = hidden * BYTES / 16;
