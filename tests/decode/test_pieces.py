@@ -28,7 +28,7 @@ CONTEXT, PROMPT = 48, tuple((7 * place + 3) % 80 for place in range(29))
 
 
 @pytest.mark.parametrize("start", [0, 16])
-@pytest.mark.parametrize("family", ["llama", "window", "gemma2", "cohere2"])
+@pytest.mark.parametrize("family", ["llama", "window", "gemma2", "gemma4", "cohere2"])
 def test_what_a_prompt_leaves_in_the_caches_does_not_depend_on_where_pieces_end(
     family: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,8 +48,8 @@ def test_what_a_prompt_leaves_in_the_caches_does_not_depend_on_where_pieces_end(
             pieces += 1
             if not reading.is_done:
                 for layer in range(spec.n_layers):  # as a launch does, in which the row is free
-                    new = torch.full((lanes, spec.n_kv_heads, spec.head_dim), float("nan"), dtype=torch.bfloat16)
-                    in_pieces.append(layer, 1, 0, new, new)
+                    for side in range(2):
+                        in_pieces.rows(layer, side, 1)[:lanes] = torch.nan
         assert pieces > len(PROMPT[start:]) / 6
         mine, wanted = (caches.save(1, 0, CONTEXT).view(torch.int16) for caches in (in_pieces, at_once))
         assert torch.equal(mine, wanted)
