@@ -31,6 +31,8 @@ def _windows(_: Fields, n_layers: int) -> list[bool]:
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.check_neutral(_NEUTRAL)
+    if fields.values[_ROPES] is None:
+        raise fields.refusal(_ROPES, "an object, or absent")
     if fields.whole(_PLACES, absent=256):
         raise fields.refusal(_PLACES, "0, no embeddings of layers")
     return {
