@@ -51,7 +51,8 @@ def of_family(family: str) -> dict[str, Any]:
     }  # fmt: skip
     dense = {"num_local_experts": 0, "layer_types": [KIND] * CONFIG["num_hidden_layers"], rules.intermediate: 256}
     plain = {"rope_theta": ..., "hidden_size_per_layer_input": 0, "global_head_dim": 64, "attention_k_eq_v": True}
-    further = {"granitemoehybrid": dense, "gemma4_text": plain, "gemma4_unified_text": plain}
+    further = {"granitemoehybrid": dense, "gemma4_text": plain, "gemma4_unified_text": plain,
+               "ministral3": {"rope_theta": ...}}  # fmt: skip
     return usual | further.get(family, {})
 
 

@@ -33,7 +33,7 @@ from flywheel.measure.verdict import FREE_RUNNING
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.drawn import random_quantised
-from flywheel.models.rope import LinearRope, ProportionalRope, Rope, RopeScaling
+from flywheel.models.rope import LinearRope, ProportionalRope, Rope, RopeScaling, YarnRope
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
 from flywheel.plan.kernels import arch_name
@@ -115,6 +115,8 @@ _FURTHER: Final = (
     DecoderSpec("gemma4-unified", "gemma4_unified_text", 64, 96, 3, 4, 2, 16, 160, 1e6, 1e-6, 512, norms="around",
                 activation="gelu_tanh", embed_scale=8.0, embed_scale_rounds=True, attention_scale=0.5, qk_norm=True,
                 v_norm=True, layer_scalar=True, window=512, windowed=(True, True, False), full_head_dim=32),
+    DecoderSpec("ministral3-tiny", "ministral3", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512,
+                rope_scaling=YarnRope(16.0, 256, 1.0)),
 )  # fmt: skip
 """Models of further families. Each has works of its own, two for a new one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}

@@ -67,6 +67,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
     "mistral-window": ("Mistral", dict(SIZES, sliding_window=37)),
     "mistral-short-window": ("Mistral", dict(SIZES, sliding_window=3)),
+    "ministral3": (
+        "Ministral3", dict(SIZES, head_dim=16, rope_parameters=YARN_ROPE | {
+            "original_max_position_embeddings": 192, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        }),
+    ),
     "ministral": ("Ministral", dict(SIZES, head_dim=16, sliding_window=50, layer_types=[SLIDING, FULL, SLIDING])),
     "qwen2-window": ("Qwen2", dict(SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1)),
     "smollm3-window": ("SmolLM3", dict(SIZES, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=40,

@@ -1,8 +1,8 @@
 """Published decoders by name. Adding a model is adding a record.
 
 Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
-Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Small-24B-2501, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B,
-Qwen3-4B-Instruct-2507, Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct,
+Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Small-24B-2501, Ministral-3-8B-Base-2512, Qwen2.5-7B, Qwen3-0.6B, Qwen3-1.7B,
+Qwen3-4B, Qwen3-4B-Instruct-2507, Qwen3-8B, Qwen3-14B, Qwen3-32B, granite-3.3-2b-instruct, granite-3.3-8b-instruct,
 granite-4.0-micro, OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B, Olmo-3-1025-7B, gemma-2-2b, gemma-2-9b,
 gemma-3-1b-pt, gemma-3-4b-pt, gemma-3-12b-pt, gemma-3-27b-pt, gemma-4-12B, gemma-4-31B, SmolLM2-135M, SmolLM3-3B,
 c4ai-command-r7b-12-2024, starcoder2-3b, starcoder2-7b and starcoder2-15b.
@@ -119,6 +119,8 @@ _SPECS: Final = (
     DecoderSpec("mistral-7b", "mistral", 4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768),
     DecoderSpec("mistral-7b-v0.1", "mistral", 4096, 14336, 32, 32, 8, 128, 32000, 1e4, 1e-5, 32768, window=4096),
     DecoderSpec("mistral-small-24b", "mistral", 5120, 32768, 40, 32, 8, 128, 131072, 1e8, 1e-5, 32768),
+    DecoderSpec("ministral3-8b", "ministral3", 4096, 14336, 34, 32, 8, 128, 131072, 1e6, 1e-5, 16384,
+                rope_scaling=YarnRope(16.0, 16384, 1.0)),
     DecoderSpec("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 1e6, 1e-6, 131072, qkv_bias=True),
     DecoderSpec("qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 1e6, 1e-6, 40960,
                 tied_head=True, qk_norm=True),

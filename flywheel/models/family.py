@@ -73,6 +73,8 @@ class Family:
     """None: hidden_size / num_attention_heads."""
     rope_theta: float = 10000.0
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+    rope_keys: tuple[str, ...] = ()
+    """Further keys of `rope_parameters`, which `read` reads."""
     partial_rotary: float | None = None
     """The part of each head that RoPE turns where `partial_rotary_factor` is absent; None where it is always all."""
     original_context: int | None = None
@@ -98,7 +100,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Further fields that may be absent, with their defaults."""
     text_of: str | None = None
-    """`model_type` of multimodal models whose `text_config` is of this family."""
+    """`model_type` of multimodal models whose `text_config` is of this family, where it does not name another."""
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     """(the field of the norms' epsilon, its default)."""
     intermediate: str = "intermediate_size"

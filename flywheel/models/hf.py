@@ -148,7 +148,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     attention_bias, mlp_bias = (_has_bias(fields, rules, field) for field in ("attention_bias", "mlp_bias"))
     usual: dict[str, Any] = {
         "qkv_bias": rules.qkv_bias or attention_bias, "o_bias": attention_bias, "mlp_bias": mlp_bias,
-        "activation": rules.activation, "window": window, "windowed": windowed,
+        "activation": rules.activation, "window": window, "windowed": windowed, "max_position": max_position,
     }  # fmt: skip
     return DecoderSpec(
         name=name,
@@ -162,7 +162,6 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         vocab=fields.positive_int("vocab_size", MAX_VOCAB),
         rope_theta=rope.theta,
         norm_eps=fields.positive_float(*rules.norm_eps),
-        max_position=max_position,
         tied_head=fields.flag("tie_word_embeddings", absent=rules.tied_head),
         qk_norm=rules.qk_norm,
         rope_scaling=rope.scaling,
@@ -183,6 +182,7 @@ def text_part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
         return config
     if not isinstance(text, Mapping):
         raise UnsupportedModelError(f"{name}: text_config is not an object; supported: the config of a {rules.name}")
+    rules = FAMILIES.get(str(text.get("model_type")), rules)
     shared = {field: config[field] for field in _SHARED if field in config}
     own = {"model_type": rules.name, "architectures": [rules.architecture]}
     return {**own, **shared, **{field: text[field] for field in text if field != "architectures"}}

@@ -94,7 +94,7 @@ def _scaling(section: Fields, fields: Fields, rules: Family, max_position: int) 
         raise section.refusal("type", f"what rope_type says, {shown(kinds[0])}")
     read, own = _TYPES[kinds[0]]
     for field, value in section.values.items():
-        if field not in own | _FIELDS and value is not None:
+        if field not in {*own, *_FIELDS, *rules.rope_keys} and value is not None:
             fact = f"{section.prefix}{key_shown(field)} is {shown(value)}"
             raise UnsupportedModelError(f"{section.source}: {fact}; supported: absent with rope_type {kinds[0]}")
     if rules.local_rope is not None:  # transformers reads it from beside the sections of kinds of layers, where none is

@@ -33,8 +33,8 @@ from flywheel.tensors import TORCH_DTYPES
 # transformers also rounds inside operations; over these 3 layers and logits of deviation 1 that is up to 0.17.
 BF16_ABS = 0.25
 
-READ_ALIKE = ("gemma4-unified", "glm", "llama-scaled-tied", "llama-yarn", "phi3-short", "phi3-window", "qwen3-tied",
-              "smollm3", "smollm3-turned", "starcoder2-plain")  # fmt: skip
+READ_ALIKE = ("gemma4-unified", "glm", "llama-scaled-tied", "llama-yarn", "ministral3", "phi3-short", "phi3-window",
+              "qwen3-tied", "smollm3", "smollm3-turned", "starcoder2-plain")  # fmt: skip
 """Those of which the oracle alone is compared: their programs have nothing that others have not."""
 PROGRAMS = [family for family in FAMILIES if family not in READ_ALIKE]
 

@@ -19,6 +19,7 @@ PUBLISHED_PARAMETERS = {
     "mistral-7b": 7_248_023_552,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-small-24b": 23_572_403_200,
+    "ministral3-8b": 8_489_553_920,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,

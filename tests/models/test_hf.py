@@ -558,6 +558,22 @@ GEMMA4_12B = {
 }  # fmt: skip
 
 
+def test_contexts_end_where_queries_would_be_scaled_by_their_position() -> None:
+    config = {"model_type": "ministral3"}
+    assert spec_from_config(config, "ministral3-8b") == CATALOG["ministral3-8b"]
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 64}
+    scaled, unscaled = (config | {"rope_parameters": rope | {"llama_4_scaling_beta": beta}} for beta in (0.2, 0))
+    assert [spec_from_config(each, "x").max_position for each in (scaled, unscaled)] == [64, 262144]
+    assert "llama_4_scaling_beta is missing" in refused(config | {"rope_parameters": rope})
+
+
+def test_the_text_part_of_a_multimodal_model_may_be_of_another_family() -> None:
+    around = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {}}
+    text = MISTRAL_7B | {"architectures": None}
+    assert spec_from_config(around | {"text_config": text}, "x") == spec_from_config(MISTRAL_7B, "x")
+    assert spec_from_config(around | {"text_config": {"model_type": "ministral3"}}, "x").family == "ministral3"
+
+
 def test_heads_of_layers_without_a_window_are_read_as_both_releases_write_them() -> None:
     around = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"}
     assert spec_from_config(around | {"text_config": GEMMA4_12B}, "gemma4-12b") == CATALOG["gemma4-12b"]

@@ -24,6 +24,7 @@ from flywheel.models.families import (
     granitemoehybrid,
     llama,
     ministral,
+    ministral3,
     mistral,
     olmo2,
     olmo3,
@@ -39,7 +40,7 @@ from flywheel.models.spec import DecoderSpec, Shape, model_weight_shapes
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {each.FAMILY.name: each.FAMILY for each in (
         cohere, cohere2, gemma, gemma2, gemma3, gemma4, gemma4_unified, glm, glm4, granite, granitemoehybrid, llama,
-        ministral, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3, starcoder2,
+        ministral, ministral3, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3, starcoder2,
     )}
 )
 """`model_type` -> its family."""

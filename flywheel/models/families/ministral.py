@@ -8,4 +8,4 @@ from typing import Final
 from flywheel.models.families import mistral
 from flywheel.models.family import Family
 
-FAMILY: Final[Family] = replace(mistral.FAMILY, name="ministral", architecture="MinistralForCausalLM")
+FAMILY: Final[Family] = replace(mistral.FAMILY, name="ministral", architecture="MinistralForCausalLM", text_of=None)
