@@ -34,8 +34,9 @@ _DEQUANT: Final = InstructionKind.DEQUANT
 
 
 class Kind(NamedTuple):
-    """The facts that determine a task's price: bytes of streamed weights, bytes of caches loaded while it waits, bytes
-    of activations read at its start, and operations.
+    """The facts that determine a task's price: bytes of weights, or of caches, that are streamed; bytes of caches that
+    it attends to, which are loaded while it waits unless they are streamed; bytes of activations read at its start; and
+    operations.
 
     `flops` of products are those of one row, since other rows use columns of the fragment that are multiplied anyway.
     `readers` tasks read the same data at about the same time. `staged` means that the task before it on its SM left
@@ -98,7 +99,7 @@ def _planned_demand(program: MegakernelProgram, plan: Plan) -> Demand:
     works = _works(units, plan, own)
     entries = units.tasks[order]  # numbers among the units of all layers
     unit_of = units.unit_of[entries]
-    nbytes = np.array([0 if each.steps.attends else each.unit.est_bytes for each in works], np.int64)
+    nbytes = np.array([each.streamed_bytes for each in works], np.int64)
     ends = np.concatenate(([0], np.cumsum(nbytes[unit_of])))
     added = _added(plan, units, own, order, entries, first)
     kinds, kind_of = _kinds(works, units, entries, unit_of, first, added)
@@ -139,6 +140,13 @@ class _UnitWork(NamedTuple):
     slices: int = 1
     found: StagedValue | None = None
     left: StagedValue | None = None
+    past: bool = False
+    """Whether the loader streams the rows of caches that it attends to."""
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that come through the ring."""
+        return 0 if self.steps.attends and not self.past else self.unit.est_bytes
 
 
 def _works(units: Units, plan: Plan, own: Ints) -> list[_UnitWork]:
@@ -150,9 +158,11 @@ def _works(units: Units, plan: Plan, own: Ints) -> list[_UnitWork]:
     slices = [] if made is None else [
         max([each.steps[place].n_slices for place in each.matrices], default=1) for each in made.by_form
     ]  # fmt: skip
-    nodes = plan.grouping.node_of[own[units.places(len(own))]].tolist()
+    places = own[units.places(len(own))]
+    nodes = plan.grouping.node_of[places].tolist()
+    past = plan.streamed[places].tolist() if made is not None else [False] * len(nodes)
     works = []
-    for unit, node in zip(units.units, nodes, strict=True):
+    for unit, node, streams in zip(units.units, nodes, past, strict=True):
         steps = _steps(unit)
         read = tuple([number for number in unit.inputs if number in sizes])
         nbytes = sum([sizes[number] for number in read])
@@ -164,7 +174,7 @@ def _works(units: Units, plan: Plan, own: Ints) -> list[_UnitWork]:
             continue
         nbytes = 0 if made.best is not None and node in made.best.taking else nbytes
         found, left = made.shared.found[node], made.shared.left[node]
-        works.append(_UnitWork(unit, steps, read, nbytes, slices[made.nodes[node].form], found, left))
+        works.append(_UnitWork(unit, steps, read, nbytes, slices[made.nodes[node].form], found, left, streams))
     return works
 
 
@@ -232,7 +242,7 @@ _TABLE: Final = 1 << 22
 def _kind(work: _UnitWork, staged: bool, readers: int, added: bool) -> Kind:
     steps, unit = work.steps, work.unit
     return Kind(
-        streamed_bytes=0 if steps.attends else unit.est_bytes,
+        streamed_bytes=work.streamed_bytes,
         cached_bytes=unit.est_bytes if steps.attends else 0,
         read_bytes=work.read_bytes,
         flops=unit.est_flops // (unit.params.get("M_tile", 1) if steps.multiplies else 1),

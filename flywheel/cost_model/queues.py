@@ -79,16 +79,17 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
     share = machine.restage_share if kind.staged else 1.0
     fetched = ceil(kind.read_bytes / (kind.slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
     shared = kind.read_bytes * kind.readers / (machine.shared_gbs * 1e3) * share
-    product = max(
+    product = 0.0 if kind.attends else max(
         consumer.chunks_us(kind.streamed_bytes, variant, kind.codes),
-        0.0 if kind.attends else kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
-    )
+        kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
+    )  # fmt: skip
     work = fetched + shared + (kind.slices - 1) * vector.slice_us + product
     ahead = 0.0 if kind.staged else vector.ahead_us
     if kind.attends:
         work += ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
-        ahead += kind.cached_bytes / _KILO * vector.cache_us
-    tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant, kind.codes)
+        ahead += 0.0 if kind.streamed_bytes else kind.cached_bytes / _KILO * vector.cache_us
+    last = min(variant.chunk_bytes, kind.streamed_bytes)
+    tail = last / _ATTENDED_BYTES * vector.attend_us if kind.attends else consumer.chunks_us(last, variant, kind.codes)
     if not kind.multiplies:
         return _Price(ahead, work, tail)
     return _Price(ahead, work, tail, fetched + shared + (kind.slices - 1) * vector.slice_us, product)

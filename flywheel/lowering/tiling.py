@@ -18,7 +18,7 @@ DEFAULT_KV_BLOCK: Final = 128
 _SIZES: Final = {
     "gemv": ("N_tile",),
     "attention": ("kv_block",),
-    "stream": ("chunk_bytes", "inflight_bytes", "copies", "pause_cycles"),
+    "stream": ("chunk_bytes", "inflight_bytes", "copies", "past", "pause_cycles"),
     "warps": ("matrix", "chunk"),
     "hand_off": ("data", "slices"),
     "exchange": ("bits",),

@@ -11,7 +11,7 @@ from flywheel.ir import InstructionKind, Task
 from flywheel.ir.compressed import Use
 from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Recipe
-from flywheel.plan.kernels import HEAD_DIMS, USUAL_HEAD_DIMS
+from flywheel.plan.kernels import HEAD_DIMS, MAX_STREAMED_DIM, USUAL_HEAD_DIMS
 
 _K = InstructionKind
 
@@ -27,6 +27,7 @@ WINDOW: Final = "WINDOW"
 ADD_BY: Final = "ADD_BY"
 NORM_PLAIN: Final = "NORM_PLAIN"
 LONG_HEADS: Final = "LONG_HEADS"
+PAST: Final = "PAST"
 
 HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS}
 """Attention on tensor cores to heads of a size."""
@@ -36,25 +37,25 @@ _USUAL: Final = frozenset(HEADS[size] for size in USUAL_HEAD_DIMS)
 
 FEATURES: Final = (
     GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, WINDOW,
-    *HEADS.values(), LAYERNORM, ADD_BY, NORM_PLAIN, LONG_HEADS,
+    *HEADS.values(), LAYERNORM, ADD_BY, NORM_PLAIN, LONG_HEADS, PAST,
 )  # fmt: skip
 """All of them. `macros_of` has their macros."""
 
 
-def features_of(tasks: Iterable[Task | Use]) -> tuple[str, ...]:
-    """The features that tasks ask for, in the order of FEATURES.
+def features_of(tasks: Iterable[Task | Use], streams_past: bool = False) -> tuple[str, ...]:
+    """The features that tasks ask for, in the order of FEATURES, and PAST where the schedule `streams_past`.
 
-    The usual sizes of heads are none, unless there is another: then a kernel has code for just the sizes that are
-    named, since one of all sizes needs more registers than there are.
+    The usual sizes of heads are none, unless there is another, or PAST: then a kernel has code for just the sizes that
+    are named, since one of all sizes needs more registers than there are.
     """
-    found: set[str] = set()
+    found: set[str] = {PAST} if streams_past else set()
     for task in tasks:
         recipe = task.params.get("recipe")
         alone = not isinstance(recipe, Recipe)
         found |= set(_of_step(task.op, task.params, len(task.inputs))) if alone else _of_recipe(recipe)
         if "window" in task.params:
             found.add(WINDOW)
-    if found.isdisjoint(set(HEADS.values()) - _USUAL):
+    if found.isdisjoint({PAST, *HEADS.values()} - _USUAL):
         found -= _USUAL
     return tuple([name for name in FEATURES if name in found])
 
@@ -64,6 +65,8 @@ def macros_of(features: Iterable[str]) -> dict[str, str]:
     asked = list(features)
     sizes = [size for size, name in HEADS.items() if name in asked]
     macros = {f"FW_{name}": "1" for name in asked if name not in HEADS.values()}
+    if PAST in asked:
+        macros["FW_PAST"] = str(MAX_STREAMED_DIM)
     return macros | ({"FW_HEAD_DIMS": ",".join(map(str, sizes))} if sizes else {})
 
 

@@ -20,6 +20,7 @@ from flywheel.plan.adding import adding_products, sums_of
 from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of, shares_pages
 from flywheel.plan.kernels import arch_name
 from flywheel.plan.nodes import Grouping, group_tasks
+from flywheel.plan.past import streamed_tasks
 from flywheel.plan.ranks import RankPart, parts_of
 from flywheel.plan.routines import Routines, routines_of
 from flywheel.plan.sharing import staged_tasks
@@ -68,6 +69,11 @@ class Plan:
         if self.part is None:
             return np.zeros(len(sums), np.bool_)
         return adding_products(self.grouping, self.routines, self.hand_offs, self.part, products, sums)
+
+    @property
+    def streamed(self) -> npt.NDArray[np.bool_]:
+        """By place in the program's list: whether the loader streams the rows of caches that the task attends to."""
+        return streamed_tasks(self.grouping, self.routines, self.variant)
 
     @property
     def adding(self) -> npt.NDArray[np.int64]:

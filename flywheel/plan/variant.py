@@ -73,6 +73,8 @@ class KernelVariant:
     """Numbers of the formats (`Coding`) of quantised matrices in products."""
     ranked: bool = False
     """Whether the program pushes data to other GPUs and adds data that they push."""
+    streams_past: bool = False
+    """Whether the loader also streams the rows of KV caches that attentions read and no task writes (plan/past.py)."""
     features: tuple[str, ...] = field(default=(), repr=False)
     """What it asks for that most programs do without, some of `plan.features.FEATURES`."""
 
@@ -147,13 +149,16 @@ def kernel_variant(
     copies = stream.get("copies", COPIES)
     if not 1 <= copies <= MAX_COPIES:
         raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
+    past = stream.get("past", 0)
+    if past not in (0, 1):
+        raise ConfigError(f"tiling.stream.past={past} is not 0 or 1")
     pause = stream.get("pause_cycles", 0)
     if pause != 0:
         raise ConfigError(f"tiling.stream.pause_cycles={pause}: no loader pauses since 2026-11-28; leave it out")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
         min(copies, inflight_chunks), config.pipelining_depth, by_data,
-        formats=tuple([coding.number for coding in codings]),
+        formats=tuple([coding.number for coding in codings]), streams_past=bool(past),
     )  # fmt: skip
 
 
@@ -192,7 +197,8 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     operands = operands_of(uses, brief.buffers)
     config = program.config or ScheduleConfig()
     variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands))
-    return replace(variant, rows=rows_of(operands), features=features_of([*uses, *_moving(brief.runs)]))
+    features = features_of([*uses, *_moving(brief.runs)], variant.streams_past)
+    return replace(variant, rows=rows_of(operands), features=features)
 
 
 def _moving(runs: Sequence[Run]) -> Iterator[Use]:

@@ -15,6 +15,7 @@ from flywheel.lowering.tiling import even_rows
 from flywheel.models.graph import Tensor
 from flywheel.plan import KernelVariant, kernel_variant
 from flywheel.plan.formats import Coding, coding_of, in_order
+from flywheel.plan.kernels import HEAD_DIMS, MAX_STREAMED_DIM, MAX_STREAMED_HEADS
 from flywheel.plan.staging import operand_bytes
 from flywheel.plan.variant import WARP
 from flywheel.search.workload import Workload
@@ -69,6 +70,15 @@ def _kv_blocks(workload: Workload) -> list[Value]:
     rows = workload.graph.most_attended
     sizes = {-(-rows // (parts * 16)) * 16 for parts in (1, 2, 4, 8, 16, 32)}
     return sorted(size for size in sizes if size >= min(32, -(-rows // 16) * 16))
+
+
+def _past(workload: Workload) -> list[Value]:
+    """Whether earlier rows of KV caches may be streamed: where a layer attends to them in several blocks, on tensor
+    cores, and there are no lanes."""
+    graph = workload.graph
+    fits = graph.head_dim <= MAX_STREAMED_DIM and graph.group <= MAX_STREAMED_HEADS and graph.head_dim in HEAD_DIMS
+    streams = fits and graph.lanes == 1 and graph.dtype is not DType.F32 and len(_kv_blocks(workload)) > 1
+    return [0, 1] if streams else [0]
 
 
 def _smem(workload: Workload) -> list[Value]:
@@ -205,6 +215,7 @@ KNOBS: Final = (
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
+    Knob("past", _past, True, "1: the loader streams earlier rows of the KV caches, too, ahead of the queries"),
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 

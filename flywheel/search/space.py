@@ -104,6 +104,8 @@ class Space:
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
                             "copies": int(choice["copies"])}
+        if choice["past"]:
+            tiling["stream"]["past"] = 1
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = {"data": 1}
@@ -167,6 +169,7 @@ class Space:
             "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
             "inflight": tiling.get("stream", {}).get("inflight_bytes", 0),
             "copies": tiling.get("stream", {}).get("copies", COPIES),
+            "past": tiling.get("stream", {}).get("past", 0),
             "matrix": tiling.get("warps", {}).get("matrix", 0),
             "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),
@@ -188,7 +191,7 @@ class Space:
         Source of the third: the best schedules that were measured, results/gpu/*.schedule.json.
         """
         last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
-        last |= self._near(GOOD_ON_H200)
+        last |= {**self._near(GOOD_ON_H200), "past": 0}
         one_tile = {name: self._nearest(name, projections) for name, projections in self.rows.items()}
         blocks = self._dimension("kv_block").values
         base = {**last, **one_tile}

@@ -91,6 +91,9 @@ class InstructionFlag(IntFlag):
     """What its last step, a matrix step, stores as output 0 goes to those GPUs, too."""
     ADDS = 1024
     """With SENDS: it then adds all shards of its columns. Its last inputs are the shards by rank and the sum."""
+    STREAMS = 2048
+    """An attention whose rows the loader streams. `K` of its params is the number of weight chunks before them on its
+    SM."""
 
 
 PEERS_SHIFT: Final = 16
@@ -156,6 +159,11 @@ class SegmentFlag(IntFlag):
     """A further slice of K: its products are added to those of the segment before it."""
     GOES_ON = 4
     """A slice of K with others behind it: the pass is not complete yet."""
+    PAST = 8
+    """Rows of a task's keys, or of its values in the segment behind it: those before the position of its sequence.
+    `src` is where the cache begins, `row_stride` the bytes of a row, `chunk_kblocks` the rows of a chunk, `row_blocks`
+    whose position it is; `rows`, `row_chunks`, `kblocks` and `slice_chunks` are the task's `pos`, `kv_start`, `kv_len`
+    and `window`. A segment of values has its `src` alone."""
     # From TAIL_SHIFT on come numbers.
 
 

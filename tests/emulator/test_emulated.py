@@ -52,6 +52,11 @@ CONFIGS = {
          "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}},
         FUSED, pipelining_depth=3, page_allocation="none", threads_per_block=THREADS, smem_bytes_per_block=81920,
     ),
+    "fused, the past streamed": ScheduleConfig(
+        {"attention": {"kv_block": 32}, "hand_off": {"data": 1}, "warps": {"matrix": 2, "chunk": 2},
+         "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2, "past": 1}},
+        FUSED, pipelining_depth=2, page_allocation="none", threads_per_block=THREADS, smem_bytes_per_block=81920,
+    ),
     "step by step, by data": ScheduleConfig(
         {"hand_off": {"data": 1}}, page_allocation="none", threads_per_block=THREADS
     ),

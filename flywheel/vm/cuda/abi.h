@@ -104,6 +104,7 @@ typedef uint32_t amk_counter_t;
 #define FW_INSTRUCTION_PUSHES 256
 #define FW_INSTRUCTION_SENDS 512
 #define FW_INSTRUCTION_ADDS 1024
+#define FW_INSTRUCTION_STREAMS 2048
 #define FW_STEP_OWN_N_OFF 1
 #define FW_STEP_OWN_N_TILE 2
 #define FW_STEP_OWN_POS 4
@@ -138,6 +139,7 @@ typedef uint32_t amk_counter_t;
 #define FW_SEGMENT_FRESH_X 1
 #define FW_SEGMENT_CONTINUES 2
 #define FW_SEGMENT_GOES_ON 4
+#define FW_SEGMENT_PAST 8
 #define FW_CODE_I8 1
 #define FW_CODE_F8 2
 #define FW_CODE_I4 3

@@ -68,6 +68,9 @@ struct Block {
     int32_t progress;  // place in the queue of the task that the vector warps are at
     int32_t passes;    // passes of matrix steps that they have taken over
     int32_t stagings;  // of matrix operands that they have announced
+#ifdef FW_PAST
+    int32_t past_chunks;  // chunks of caches that they have taken
+#endif
 #ifdef FW_RANKS
     amk_ranks_t ranks;
 #endif

@@ -1,6 +1,7 @@
 // The loader: one warp that streams the weights of all tasks of its SM into the ring, ahead of every dependency.
 #pragma once
 
+#include "past.cuh"
 #include "vm.cuh"
 
 // Chunks under way until the ring is full for the first time. More of them keep the memory so busy that the first tasks, their
@@ -58,7 +59,14 @@ __device__ __noinline__ void run_loader() {
         if (!may_stream(block, segment.queue_index)) return drain(ring, place, issued);
         waited.end();
         const uint32_t block_bytes = bytes_of_block(segment);
+#ifdef FW_PAST
+        const bool past = segment.flags & FW_SEGMENT_PAST;
+        const PastRows past_of = past_rows(block, segment);
+        const char* const values = reinterpret_cast<const char*>(next.src);
+        const int total = past ? past_of.chunks() : segment.row_blocks * segment.row_chunks;
+#else
         const int total = segment.row_blocks * segment.row_chunks;
+#endif
         int row_block = 0, piece = 0;
         const auto wrap = [&](int& its_piece, int& its_row_block) {
             while (its_piece >= segment.row_chunks) {
@@ -80,6 +88,20 @@ __device__ __noinline__ void run_loader() {
             if (!__all_sync(~0u, emptied && (!fills || ring.wait_landed(before, &block.aborted)))) {
                 return drain(ring, place, issued);
             }
+#ifdef FW_PAST
+            if (past) {
+                if (fills) {
+                    const int chunk = first + mine;
+                    const long long from = static_cast<long long>(past_of.first + chunk * past_of.chunk_rows) * past_of.row_bytes;
+                    ring.fill_two(to, reinterpret_cast<const char*>(segment.src) + from, values + from,
+                                  past_of.rows_of(chunk) * past_of.row_bytes, lane);
+                }
+                place.advance(count, ring.n_slots);
+                landed.advance(count, ring.n_slots);
+                issued += count;
+                continue;
+            }
+#endif
             if (fills) {
                 int its_piece = piece + mine, its_row_block = row_block;
                 wrap(its_piece, its_row_block);
@@ -94,6 +116,12 @@ __device__ __noinline__ void run_loader() {
             piece += count;
             wrap(piece, row_block);
         }
+#ifdef FW_PAST
+        if (past) {  // the values' entry has been seen to
+            index++;
+            if (index + 1 < block.stream_end) next = segments[index + 1];
+        }
+#endif
     }
     waited.tell(block, FW_ANCHOR_STALLED);
     drain(ring, place, issued);  // where the launch is aborted meanwhile, nobody else waits for the last ones

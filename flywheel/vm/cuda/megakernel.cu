@@ -47,6 +47,9 @@ __device__ __forceinline__ void enter(Block& block, uint32_t launch) {
     block.progress = 0;
     block.passes = 0;
     block.stagings = 0;
+#ifdef FW_PAST
+    block.past_chunks = 0;
+#endif
     block.nothing = -0.0f;
     init_barriers(block);
 }

@@ -144,6 +144,23 @@ template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segmen
     for (; index < block.stream_end; index++) {
         const SegmentWord its = word;
         const MatrixSegment segment = word.segment();
+#ifdef FW_PAST
+        if (segment.flags & FW_SEGMENT_PAST) {  // two entries, which are for the vector warps
+            int left = idle ? 0 : its.past_chunks(block) - chunk;
+            for (; left > 0; left -= groups) place.advance(groups, block.ring.n_slots);
+            if (!idle) chunk = -left;
+            // A place's parity tells a round from the one before the last only once that one has landed (Ring::wait_filled). So
+            // what lies behind is not asked for before they have taken all of these.
+            const int queue_index = its.queue_index();
+            while (index + 2 < block.stream_end && __any_sync(~0u, block.poll_progress() <= queue_index)) {
+                if (__any_sync(~0u, block.is_aborted())) return {Progress::ABORTED};
+                __nanosleep(100);
+            }
+            index++;
+            word.fetch(block, index + 1, lane);
+            continue;
+        }
+#endif
         if (!P::multiplies(segment)) return {index, place, chunk, operand.round, pass, starved, operand.awaiting};
         word.fetch(block, index + 1, lane);
         const int row_chunks = segment.row_chunks, rows = product_rows(segment.rows);

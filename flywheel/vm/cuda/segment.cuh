@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block.cuh"
+#include "past.cuh"
 
 // What a warp needs of a segment all the time.
 struct MatrixSegment {
@@ -26,6 +27,14 @@ struct SegmentWord {
                 FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags)};
     }
     __device__ __forceinline__ int slice_chunks() const { return FW_WORD(slice_chunks); }
+#ifdef FW_PAST
+    __device__ __forceinline__ int queue_index() const { return FW_WORD(queue_index); }
+    __device__ __forceinline__ int past_chunks(const Block& block) const {
+        const PastRows rows(block, FW_WORD(row_blocks), FW_WORD(rows), FW_WORD(row_chunks), FW_WORD(kblocks), FW_WORD(slice_chunks),
+                            FW_WORD(row_stride), FW_WORD(chunk_kblocks));
+        return rows.chunks();
+    }
+#endif
 #undef FW_WORD
 };
 

@@ -246,7 +246,12 @@ __device__ __forceinline__ void prefetch_operands(const TaskSlot& task) {
     const amk_instruction_t& instruction = task.instruction;
     const int lane = lane_id(), op = lane < instruction.n_steps ? task.steps[lane].op : AMK_OP_NOP;
     const bool norms = is_norm(op) && !(instruction.flags & FW_INSTRUCTION_X_STAGED);
-    for (uint32_t left = __ballot_sync(~0u, norms || op == AMK_OP_ATTENTION_TILE); left != 0; left &= left - 1) {
+#ifdef FW_PAST
+    const bool attends = op == AMK_OP_ATTENTION_TILE && !(instruction.flags & FW_INSTRUCTION_STREAMS);
+#else
+    const bool attends = op == AMK_OP_ATTENTION_TILE;
+#endif
+    for (uint32_t left = __ballot_sync(~0u, norms || attends); left != 0; left &= left - 1) {
         const amk_step_t& step = task.steps[__ffs(left) - 1];
         for (int arg = 1; arg < step.n_args; arg++) {
             if (step.args[arg] >= FW_RESULT_REF) continue;
@@ -304,9 +309,9 @@ __device__ __noinline__ void run_control() {
 
 // ---- vector warps ----
 
-// Of many rows of quantised weights, operations leave a function that calls them no registers for its return address. So the loop is
+// Of many rows of quantised weights, and of streamed rows of caches, operations leave a function that calls them no registers for its return address. So the loop is
 // inlined.
-#if FW_ROWS > 4 && defined(FW_FORMATS)
+#if (FW_ROWS > 4 && defined(FW_FORMATS))
 #define FW_VECTOR_LOOP __device__ __forceinline__
 #else
 #define FW_VECTOR_LOOP __device__ __noinline__

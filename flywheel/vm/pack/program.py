@@ -15,6 +15,7 @@ from flywheel.ir.recipe import recipe_steps
 from flywheel.plan import KernelVariant
 from flywheel.plan.best import KeptBest
 from flywheel.plan.features import ROPE_SCALE
+from flywheel.plan.past import past_of
 from flywheel.plan.program import Plan, make_plan, rows_of
 from flywheel.plan.ranks import RankPart
 from flywheel.plan.step import ABSENT, MatrixCoding
@@ -30,7 +31,7 @@ from flywheel.vm.pack.instructions import (
     weight_layouts,
 )
 from flywheel.vm.pack.memory import ALIGNMENT, ArenaLayout, buffer_table, place_buffers
-from flywheel.vm.pack.stream import segments_of
+from flywheel.vm.pack.stream import chunks_before, segments_of
 from flywheel.vm.pack.template import STEP, Template, make_template
 
 Table = npt.NDArray[np.void]
@@ -147,7 +148,11 @@ def pack_plan(plan: Plan) -> PackedProgram:
         queues = np.searchsorted(running, queues).astype(np.int32)
     blocks = matrix_blocks(coded, program.buffers)
     stream = stream_of(plan, running, staged[running], chunks, blocks)
-    segments, segment_buffers, streams = segments_of(stream, blocks, coded, buffers, instructions, queues)
+    streamed = plan.streamed
+    past = past_of(plan.grouping, made, variant, plan.order[running], streamed)
+    instructions["flags"][past.task] |= np.uint32(InstructionFlag.STREAMS)
+    instructions["params"]["K"][past.task] = chunks_before(stream, past, instructions["sm"])
+    segments, segment_buffers, streams = segments_of(stream, past, blocks, coded, buffers, instructions, queues)
     spilled = max((template.spilled_bytes for template in templates), default=0)
     return PackedProgram(
         program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams,

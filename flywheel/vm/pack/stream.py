@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.plan.formats import UNIT_ALIGNMENT, UNIT_GROUPS
+from flywheel.plan.past import Past
 from flywheel.plan.staging import FRAGMENT_K
 from flywheel.plan.step import MatrixCoding
 from flywheel.plan.stream import Ints, MatrixBlocks, Stream
 from flywheel.vm.abi import FORMAT_SHIFT, TAIL_SHIFT, UNIT_SHIFT, SegmentFlag, numpy_struct
+from flywheel.vm.pack.instructions import picked
 
 SEGMENT: Final = numpy_struct("amk_segment_t")
 
@@ -21,14 +23,15 @@ Rows = npt.NDArray[np.void]
 
 def segments_of(
     stream: Stream,
+    past: Past,
     blocks: MatrixBlocks,
     coded: Mapping[int, MatrixCoding],
     buffers: Rows,
     instructions: Rows,
     queues: npt.NDArray[np.int32],
 ) -> tuple[Rows, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(segments by SM, with src relative to the start of the weight; the buffer of each; the first segment of each
-    SM)."""
+    """(segments by SM, with src relative to the start of the weight or cache; the buffer of each; the first segment of
+    each SM)."""
     weight, sms = stream.weight, instructions["sm"][stream.task]
     fragments, nbytes = blocks.fragments[weight], blocks.nbytes[weight]
     segments = np.zeros(len(weight), SEGMENT)
@@ -45,7 +48,34 @@ def segments_of(
         (stream.goes_on, SegmentFlag.GOES_ON),
     ):
         segments["flags"][marked] |= np.uint32(flag)
-    return segments, weight.astype(np.int32), np.searchsorted(sms, np.arange(len(queues))).astype(np.int32)
+    task, rows = stream.task, weight
+    if len(past.task):
+        own, rows = _past_segments(past, instructions, queues), np.concatenate([weight, past.keys, past.values])
+        task = np.concatenate([task, past.task, past.task])
+        order = np.argsort(task, kind="stable")  # of a task's rows, the keys first
+        segments, rows, task = picked(np.concatenate([segments, own]), order), rows[order], task[order]
+    sms = instructions["sm"][task]
+    return segments, rows.astype(np.int32), np.searchsorted(sms, np.arange(len(queues))).astype(np.int32)
+
+
+def _past_segments(past: Past, instructions: Rows, queues: npt.NDArray[np.int32]) -> Rows:
+    """The segments of all keys, then those of all values."""
+    keys, values = (np.zeros(len(past.task), SEGMENT) for _ in range(2))
+    keys["row_blocks"], keys["row_stride"], keys["chunk_kblocks"] = past.sequence, past.row_bytes, past.chunk_rows
+    keys["rows"], keys["row_chunks"], keys["kblocks"] = past.pos, past.kv_start, past.kv_len
+    keys["slice_chunks"] = past.window
+    for each in (keys, values):
+        each["queue_index"] = past.task - queues[instructions["sm"][past.task]]
+        each["flags"] = SegmentFlag.PAST
+    return np.concatenate([keys, values])
+
+
+def chunks_before(stream: Stream, past: Past, sms: npt.NDArray[np.int32]) -> Ints:
+    """For each task of `past`: the chunks of weights before it on its SM. `sms` has each task's SM."""
+    ends = np.concatenate(([0], np.cumsum(stream.row_blocks * stream.row_chunks)))
+    before = np.searchsorted(stream.task, past.task)
+    first = np.searchsorted(sms[stream.task], sms[past.task])
+    return np.asarray(ends[before] - ends[first], np.int64)
 
 
 def _format_flags(stream: Stream, blocks: MatrixBlocks, coded: Mapping[int, MatrixCoding]) -> npt.NDArray[np.uint32]:

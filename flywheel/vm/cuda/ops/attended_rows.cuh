@@ -79,4 +79,16 @@ struct Rows {
     }
 };
 
+// Elements of two rows of V at one column, as the product wants them: that of the lower row in the lower half.
+__device__ __forceinline__ uint32_t column(const uint4& lower, const uint4& upper, int i) {
+    const auto word = [&](const uint4& v) { return i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w; };
+    return __byte_perm(word(lower), word(upper), i % 2 ? 0x7632 : 0x5410);
+}
+
+// What rounding to halves took from two floats, itself rounded.
+__device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t halves) {
+    return floats_to_halves(low - half_to_float(static_cast<unsigned short>(halves)),
+                            high - half_to_float(static_cast<unsigned short>(halves >> 16)));
+}
+
 #endif

@@ -6,21 +6,10 @@
 
 #include "attended_rows.cuh"
 #include "parts.cuh"
+#include "streamed_rows.cuh"
 #include "turning.cuh"
 
 #if FW_DTYPE != AMK_DTYPE_F32
-
-// Elements of two rows of V at one column, as the product wants them: that of the lower row in the lower half.
-__device__ __forceinline__ uint32_t column(const uint4& lower, const uint4& upper, int i) {
-    const auto word = [&](const uint4& v) { return i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w; };
-    return __byte_perm(word(lower), word(upper), i % 2 ? 0x7632 : 0x5410);
-}
-
-// What rounding to halves took from two floats, itself rounded.
-__device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t halves) {
-    return floats_to_halves(low - half_to_float(static_cast<unsigned short>(halves)),
-                            high - half_to_float(static_cast<unsigned short>(halves >> 16)));
-}
 
 // The running softmax of up to eight query heads of one KV head, on tensor cores. With lane = 4g + t: scores are Q (heads x d)
 // times K^T (d x rows), so lane holds head g at rows 2t, 2t+1 and 2t+8, 2t+9, which is how the product of V^T (d x rows) and
@@ -289,7 +278,7 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
     merge(vm, step, parts, head);
 }
 
-FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
+FW_MICRO_KERNEL attend_loaded_rows(Vm vm, const amk_step_t& step) {
     // Nothing else reads what its last step would turn on the way.
     if (vm.kv_len(step) <= 0 && step.flags & FW_STEP_LAST) {
         store_nothing(vm, step);
@@ -309,4 +298,11 @@ FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
 #endif
 #pragma unroll 1
     for (int head = 0; head < step.params.n_heads; head++) attend_head(vm, step, head);
+}
+
+__device__ __forceinline__ void op_attention_tile(Vm vm, const amk_step_t& step) {
+#ifdef FW_PAST
+    if (vm.task()->instruction.flags & FW_INSTRUCTION_STREAMS) return attend_streamed_rows(vm, step);
+#endif
+    attend_loaded_rows(vm, step);
 }
