@@ -11,7 +11,7 @@ from flywheel.ir import InstructionKind, Task
 from flywheel.ir.compressed import Use
 from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Recipe
-from flywheel.plan.kernels import HEAD_DIMS, MAX_STREAMED_DIM, USUAL_HEAD_DIMS
+from flywheel.plan.kernels import HEAD_DIMS, USUAL_HEAD_DIMS
 
 _K = InstructionKind
 
@@ -65,8 +65,6 @@ def macros_of(features: Iterable[str]) -> dict[str, str]:
     asked = list(features)
     sizes = [size for size, name in HEADS.items() if name in asked]
     macros = {f"FW_{name}": "1" for name in asked if name not in HEADS.values()}
-    if PAST in asked:
-        macros["FW_PAST"] = str(MAX_STREAMED_DIM)
     return macros | ({"FW_HEAD_DIMS": ",".join(map(str, sizes))} if sizes else {})
 
 

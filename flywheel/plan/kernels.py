@@ -26,9 +26,6 @@ HEAD_DIMS: Final = range(64, 257, 16)
 USUAL_HEAD_DIMS: Final = (64, 128)
 """Those that a kernel has code for if its program has no others (`plan.features`)."""
 
-MAX_STREAMED_DIM: Final = 128
-"""Largest head whose past rows are streamed: the weighted sums of one are in the registers of a warp."""
-
 MAX_STREAMED_HEADS: Final = 8
 """Most query heads of a KV head that attend to streamed rows: the columns of a matrix fragment."""
 

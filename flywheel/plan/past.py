@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.ir import BufferKind, DType, InstructionKind, KvRows
-from flywheel.plan.kernels import HEAD_DIMS, MAX_STREAMED_DIM, MAX_STREAMED_HEADS
+from flywheel.plan.kernels import MAX_STREAMED_HEADS, USUAL_HEAD_DIMS
 from flywheel.plan.nodes import Grouping, Node
 from flywheel.plan.routine import Routine
 from flywheel.plan.routines import Routines
@@ -51,7 +51,7 @@ class Past:
 
 def chunk_rows(variant: KernelVariant, row_bytes: int) -> int:
     """Rows of keys, and as many of values, that fill a chunk."""
-    return variant.chunk_bytes // 2 // row_bytes // BLOCK_ROWS * BLOCK_ROWS
+    return variant.chunk_bytes // 32 * 16 // row_bytes // BLOCK_ROWS * BLOCK_ROWS
 
 
 def streamed_tasks(grouping: Grouping, made: Routines, variant: KernelVariant) -> Bools:
@@ -108,8 +108,7 @@ def _streams(routine: Routine, dtype: DType, variant: KernelVariant) -> bool:
     head_dim: int = params["head_dim"]
     return (
         {"pos", "kv_len", "kv_start"} <= form.given
-        and head_dim in HEAD_DIMS
-        and head_dim <= MAX_STREAMED_DIM
+        and head_dim in USUAL_HEAD_DIMS
         and params["n_kv_heads"] == 1
         and params["n_heads"] <= MAX_STREAMED_HEADS
         and query.dtype is dtype

@@ -15,7 +15,7 @@ from flywheel.lowering.tiling import even_rows
 from flywheel.models.graph import Tensor
 from flywheel.plan import KernelVariant, kernel_variant
 from flywheel.plan.formats import Coding, coding_of, in_order
-from flywheel.plan.kernels import HEAD_DIMS, MAX_STREAMED_DIM, MAX_STREAMED_HEADS
+from flywheel.plan.kernels import MAX_STREAMED_HEADS, USUAL_HEAD_DIMS
 from flywheel.plan.staging import operand_bytes
 from flywheel.plan.variant import WARP
 from flywheel.search.workload import Workload
@@ -76,7 +76,7 @@ def _past(workload: Workload) -> list[Value]:
     """Whether earlier rows of KV caches may be streamed: where a layer attends to them in several blocks, on tensor
     cores, and there are no lanes."""
     graph = workload.graph
-    fits = graph.head_dim <= MAX_STREAMED_DIM and graph.group <= MAX_STREAMED_HEADS and graph.head_dim in HEAD_DIMS
+    fits = graph.head_dim in USUAL_HEAD_DIMS and graph.group <= MAX_STREAMED_HEADS
     streams = fits and graph.lanes == 1 and graph.dtype is not DType.F32 and len(_kv_blocks(workload)) > 1
     return [0, 1] if streams else [0]
 

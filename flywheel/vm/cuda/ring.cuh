@@ -71,13 +71,14 @@ struct Ring {
     __device__ __forceinline__ void release(int slot) const { barrier_arrive(&empty[slot]); }
 
 #ifdef FW_PAST
+    // Bytes from where a slot begins to its middle, which bulk copies can reach.
+    __device__ __forceinline__ int middle() const { return chunk_bytes / 32 * 16; }
     // As `fill`, from two sources, `bytes` of each; those of the second lie from the slot's middle on.
     __device__ __forceinline__ void fill_two(const RingPlace& place, const char* low, const char* high, uint32_t bytes, int lane) const {
-        const uint32_t middle = chunk_bytes / 2;
 #if defined(FW_EVERY_THREAD)
         for (uint32_t offset = lane * 16; offset < bytes; offset += FW_WARP * 16) {
             *reinterpret_cast<uint4*>(slot(place) + offset) = *reinterpret_cast<const uint4*>(low + offset);
-            *reinterpret_cast<uint4*>(slot(place) + middle + offset) = *reinterpret_cast<const uint4*>(high + offset);
+            *reinterpret_cast<uint4*>(slot(place) + middle() + offset) = *reinterpret_cast<const uint4*>(high + offset);
         }
         barrier_arrive(&full[place.slot]);
 #elif FW_BULK_COPIES
@@ -90,7 +91,7 @@ struct Ring {
         for (int i = 0; i < 2; i++) {
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                    target + i * middle),
+                    target + i * middle()),
                 "l"(i == 0 ? low : high), "r"(bytes), "r"(barrier), "l"(policy)
                 : "memory");
         }
@@ -98,7 +99,7 @@ struct Ring {
         const uint32_t target = shared_address(slot(place));
         for (uint32_t offset = lane * 16; offset < bytes; offset += FW_WARP * 16) {
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + offset), "l"(low + offset) : "memory");
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + middle + offset), "l"(high + offset) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + middle() + offset), "l"(high + offset) : "memory");
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[place.slot])) : "memory");
 #endif

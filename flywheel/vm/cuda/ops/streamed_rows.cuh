@@ -105,7 +105,7 @@ template <int D> struct StreamedSoftmax {
 struct PastShare {
     int chunk_rows, members, units;
     __device__ __forceinline__ PastShare(const Block& block, int row_bytes, int length)
-        : chunk_rows(block.ring.chunk_bytes / 2 / row_bytes / 16 * 16), members(min(block.program.chunk_warps, chunk_rows / 16)) {
+        : chunk_rows(block.ring.middle() / row_bytes / 16 * 16), members(min(block.program.chunk_warps, chunk_rows / 16)) {
         units = (length + chunk_rows - 1) / chunk_rows * members;
     }
     __device__ __forceinline__ int busy(const Block& block) const {
@@ -127,14 +127,14 @@ template <int D> __device__ __forceinline__ void take_chunks(Vm vm, const amk_st
         uint32_t row = (unit - chunk * share.members) * 16, rows = min(share.chunk_rows, vm.kv_len(step) - chunk * share.chunk_rows);
         if (!warp_barrier_wait(&block.ring_full[slot], round & 1, &block.aborted)) return;
         uint32_t keys = shared_address(block.ring.slots + slot * block.ring.chunk_bytes) + row * ROW_BYTES;
-        const uint32_t to_values = block.ring.chunk_bytes / 2, apart = share.members * 16;
+        const uint32_t to_values = block.ring.middle(), apart = share.members * 16;
         unit += busy;
 #pragma unroll 1
         for (; row < rows; row += apart, keys += apart * ROW_BYTES) softmax.add(step, keys, keys + to_values, rows - row);
         __syncwarp();
         // The chunk's warps together release it as often as those that multiply one.
         const bool first = row % apart < 16;
-        const int others = min(block.program.chunk_warps, block.ring.chunk_bytes / 2 / static_cast<int>(ROW_BYTES) / 16) - 1;
+        const int others = min(block.program.chunk_warps, block.ring.middle() / static_cast<int>(ROW_BYTES) / 16) - 1;
         place = Place();
         if (place.lane < WARP_ARRIVALS) {
             for (int i = first ? block.program.chunk_warps - others : 1; i > 0; i--) barrier_arrive(&block.ring_empty[slot]);
@@ -174,9 +174,9 @@ template <int D> __device__ __forceinline__ void attend_streamed(Vm vm, const am
     vm.block().past_chunks += share.units / share.members;
 }
 
-// The same where head_dim is one of D and MORE; only those of up to FW_PAST are streamed.
+// The same where head_dim is one of D and MORE. None but the usual ones are streamed (plan/past.py).
 template <int D, int... MORE> __device__ __forceinline__ void attend_streamed_of(Vm vm, const amk_step_t& step, bool turns) {
-    if constexpr (D <= FW_PAST) {
+    if constexpr (D == 64 || D == 128) {
         if (sizeof...(MORE) == 0 || step.params.head_dim == D) return attend_streamed<D>(vm, step, turns);
     }
     if constexpr (sizeof...(MORE) > 0) attend_streamed_of<MORE...>(vm, step, turns);
