@@ -31,7 +31,7 @@ BLOCK_ROWS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Past:
+class StreamedRows:
     """Streamed rows, a task each, as columns. `task` counts as in `Stream`; `keys` and `values` are buffer rows.
 
     The rows are `kv_len` from `kv_start` on, as the task has them with the token at `pos`. `window` is 0 without one.
@@ -64,7 +64,7 @@ def streamed_tasks(grouping: Grouping, made: Routines, variant: KernelVariant) -
     return np.asarray(nodes[grouping.node_of], np.bool_)
 
 
-def past_of(grouping: Grouping, made: Routines, variant: KernelVariant, place: Ints, streamed: Bools) -> Past:
+def past_of(grouping: Grouping, made: Routines, variant: KernelVariant, place: Ints, streamed: Bools) -> StreamedRows:
     """What the loader streams for the `streamed` ones of the tasks at `place` in the program's list."""
     task = np.flatnonzero(streamed[place])
     node, record = grouping.node_of[place[task]], grouping.params_of[place[task]]
@@ -77,7 +77,7 @@ def past_of(grouping: Grouping, made: Routines, variant: KernelVariant, place: I
     )
     fitting = np.array([chunk_rows(variant, int(each)) if each else 0 for each in row_bytes], np.int64)
     sequence = made.position_rows[record].astype(np.int64)
-    return Past(task, keys, values, sequence, row_bytes, fitting, pos, start, length, window)
+    return StreamedRows(task, keys, values, sequence, row_bytes, fitting, pos, start, length, window)
 
 
 def _facts(node: Node, made: Routines) -> tuple[int, int, int]:
@@ -92,22 +92,25 @@ def _facts(node: Node, made: Routines) -> tuple[int, int, int]:
 
 def _operands(routine: Routine) -> tuple[int, ...]:
     """The inputs that are the keys and the values of a routine's attention; () without them."""
-    step = routine.steps[-1]
-    refs = step.args[1:3]
-    return refs if step.op is _K.ATTENTION_TILE and all(ref < RESULT_REF for ref in refs) else ()
+    if not routine.steps or routine.steps[-1].op is not _K.ATTENTION_TILE:
+        return ()
+    refs = routine.steps[-1].args[1:3]
+    return refs if all(ref < RESULT_REF for ref in refs) else ()
 
 
 def _streams(routine: Routine, dtype: DType, variant: KernelVariant) -> bool:
     """Whether a routine's last step attends to past rows of one KV head's caches, and does so on tensor cores."""
-    step, form = routine.steps[-1], routine.form
-    if form.kv_rows != KvRows.PAST or not _operands(routine) or len(step.args) != 3 or dtype is DType.F32:
+    form = routine.form
+    if form.kv_rows != KvRows.PAST or not _operands(routine) or dtype is DType.F32:
         return False
+    step = routine.steps[-1]
     params = step.params
     caches = [form.inputs[ref] for ref in step.args[1:]]
     query = form.inputs[step.args[0]] if step.args[0] < RESULT_REF else routine.steps[step.args[0] - RESULT_REF].result
     head_dim: int = params["head_dim"]
     return (
-        {"pos", "kv_len", "kv_start"} <= form.given
+        len(step.args) == 3
+        and {"pos", "kv_len", "kv_start"} <= form.given
         and head_dim in USUAL_HEAD_DIMS
         and params["n_kv_heads"] == 1
         and params["n_heads"] <= MAX_STREAMED_HEADS

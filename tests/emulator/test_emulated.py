@@ -278,6 +278,31 @@ def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: in
         assert loaded.read_report()["fault"] == Fault.ABORTED
 
 
+@pytest.mark.parametrize("start", [14, 30, 44])
+def test_streamed_rows_of_a_window_move_with_the_position(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    monkeypatch.setitem(globals(), "SPEC", replace(SPEC, window=20, windowed=(True, False)))
+    check_launches(gpu, lowered(gpu, CONFIGS["fused, the past streamed"], 2), [5, 17], start)
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+def test_a_launch_that_is_aborted_before_its_streamed_rows_come_ends(gpu: EmulatedGpu, tmp_path: Path) -> None:
+    """Whoever waits for them, or for what is behind them, sees it."""
+    sources = Path(shutil.copytree(SOURCES, tmp_path / "cuda"))
+    sync = (sources / "sync.cuh").read_text()
+    (sources / "sync.cuh").write_text(sync.replace("HOST_PERIOD_NS = 5'000'000", "HOST_PERIOD_NS = 0"))
+    program = lowered(gpu, CONFIGS["fused, the past streamed"])
+    segments = pack(program).segments.copy()
+    segments["queue_index"][np.flatnonzero(segments["flags"] & SegmentFlag.PAST)[0]] = 1 << 20
+    with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights, sources, segments=segments) as loaded:  # type: ignore[arg-type]
+        loaded.write_input("token_id", np.array([5], np.int32))
+        loaded.write_input("position", np.array([40], np.int32))
+        gpu.abort_flag.value = 1
+        loaded.launch(40)
+        assert loaded.read_report()["fault"] == Fault.ABORTED
+
+
 def check_launches(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int], start: int = 0) -> None:
     """Assert that launch after launch, from these tokens and position on, has the reference VM's logits and the token
     of the best of them."""

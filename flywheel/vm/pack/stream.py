@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.plan.formats import UNIT_ALIGNMENT, UNIT_GROUPS
-from flywheel.plan.past import Past
+from flywheel.plan.past import StreamedRows
 from flywheel.plan.staging import FRAGMENT_K
 from flywheel.plan.step import MatrixCoding
 from flywheel.plan.stream import Ints, MatrixBlocks, Stream
@@ -23,7 +23,7 @@ Rows = npt.NDArray[np.void]
 
 def segments_of(
     stream: Stream,
-    past: Past,
+    past: StreamedRows,
     blocks: MatrixBlocks,
     coded: Mapping[int, MatrixCoding],
     buffers: Rows,
@@ -58,7 +58,7 @@ def segments_of(
     return segments, rows.astype(np.int32), np.searchsorted(sms, np.arange(len(queues))).astype(np.int32)
 
 
-def _past_segments(past: Past, instructions: Rows, queues: npt.NDArray[np.int32]) -> Rows:
+def _past_segments(past: StreamedRows, instructions: Rows, queues: npt.NDArray[np.int32]) -> Rows:
     """The segments of all keys, then those of all values."""
     keys, values = (np.zeros(len(past.task), SEGMENT) for _ in range(2))
     keys["row_blocks"], keys["row_stride"], keys["chunk_kblocks"] = past.sequence, past.row_bytes, past.chunk_rows
@@ -70,7 +70,7 @@ def _past_segments(past: Past, instructions: Rows, queues: npt.NDArray[np.int32]
     return np.concatenate([keys, values])
 
 
-def chunks_before(stream: Stream, past: Past, sms: npt.NDArray[np.int32]) -> Ints:
+def chunks_before(stream: Stream, past: StreamedRows, sms: npt.NDArray[np.int32]) -> Ints:
     """For each task of `past`: the chunks of weights before it on its SM. `sms` has each task's SM."""
     ends = np.concatenate(([0], np.cumsum(stream.row_blocks * stream.row_chunks)))
     before = np.searchsorted(stream.task, past.task)
