@@ -104,7 +104,7 @@ class Space:
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
                             "copies": int(choice["copies"])}
-        if choice["past"]:
+        if choice.get("past"):  # which choices of older versions do not have
             tiling["stream"]["past"] = 1
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
