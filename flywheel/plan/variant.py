@@ -73,7 +73,7 @@ class KernelVariant:
     """Numbers of the formats (`Coding`) of quantised matrices in products."""
     ranked: bool = False
     """Whether the program pushes data to other GPUs and adds data that they push."""
-    streams_past: bool = False
+    streams_past: bool = field(default=False, repr=False)
     """Whether the loader also streams the rows of KV caches that attentions read and no task writes (plan/past.py)."""
     features: tuple[str, ...] = field(default=(), repr=False)
     """What it asks for that most programs do without, some of `plan.features.FEATURES`."""
