@@ -117,8 +117,12 @@ _FURTHER: Final = (
                 v_norm=True, layer_scalar=True, window=512, windowed=(True, True, False), full_head_dim=32),
     DecoderSpec("ministral3-tiny", "ministral3", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512,
                 rope_scaling=YarnRope(16.0, 256, 1.0)),
+    DecoderSpec("llama-past", "llama", 128, 96, 3, 4, 2, 64, 160, 1e4, 1e-5, 512),
+    DecoderSpec("qwen3-past", "qwen3", 128, 96, 3, 4, 2, 128, 160, 1e4, 1e-5, 512, qk_norm=True),
+    DecoderSpec("mistral-past", "mistral", 128, 96, 4, 4, 2, 64, 160, 1e4, 1e-5, 512, window=150),
 )  # fmt: skip
-"""Models of further families. Each has works of its own, two for a new one behind all others."""
+"""Models of further families, and of heads whose past rows may be streamed. Each has works of its own, two for a new
+one behind all others."""
 MODELS: Final[Mapping[str, DecoderSpec]] = {spec.name: spec for spec in (*_TINY, *_MIDDLE, *_UNLIKE, *_FURTHER)}
 _JUDGED: Final = tuple([spec.name for spec in (*_TINY, *_UNLIKE, *_FURTHER)])
 _FORMATS: Final = (

@@ -59,7 +59,7 @@ def test_the_works_have_every_value_of_every_knob() -> None:
     drawn = {work: dict(work.choice) for work, _ in KEPT if work.schedule == "drawn"}
     values = {each.name: set(map(str, each.values)) for each in make_space(KEPT[1][0].workload()).dimensions}
     for knob in KNOBS:
-        found = {choice[knob.name] for choice in drawn.values()}
+        found = {choice[knob.name] for choice in drawn.values() if knob.name in choice}  # not of knobs that came later
         assert found >= (set() if knob.name.startswith(SIZED) else values[knob.name]), knob.name
         assert len(found) > 1, knob.name
 
