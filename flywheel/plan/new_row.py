@@ -90,9 +90,9 @@ def _fits(row: NewRow, steps: Sequence[PlannedStep], form: Form, dtype: DType, v
 
     def is_source(ref: int, numel: int) -> bool:
         """Whether `ref` is made before these steps, is not written by the task, and can be loaded two elements at a
-        time."""
+        time. The attention's kernel runs after steps whose results may lie where an earlier scratch result did."""
         made, x = ref - RESULT_REF, look(ref, steps, form)
-        early = form.written[ref] is None if made < 0 else made < row.key_rope or made in views
+        early = form.written[ref] is None if made < 0 else made in views or (row.alone and made < row.key_rope)
         even = made not in views or steps[made].params.get("n_off", 1) % 2 == 0
         return early and even and x.numel == numel and x.dtype is dtype
 

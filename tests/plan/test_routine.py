@@ -6,7 +6,10 @@ from itertools import pairwise
 import imagined
 import pytest
 
-from flywheel.ir import DType, InstructionKind
+from flywheel.ir import TARGETS, DType, InstructionKind, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.spec import DecoderSpec
 from flywheel.plan.nodes import make_nodes
 from flywheel.plan.program import make_plan
 from flywheel.plan.routine import Routine, make_routine
@@ -77,3 +80,18 @@ def test_steps_that_others_do_on_the_way_are_those_right_before_an_attention() -
             assert routine.new_row.attention == len(ops) - 1
             rows += 1
     assert rows and turns
+
+
+@pytest.mark.parametrize(("kv_block", "rows"), [(64, {True}), (256, set())])
+def test_the_kernel_of_an_attention_to_older_rows_reads_no_scratch_value_whose_place_may_be_taken(
+    kv_block: int, rows: set[bool]
+) -> None:
+    spec = DecoderSpec("normed", "gemma4_text", 128, 256, 1, 4, 2, 64, 300, 1e4, 1e-6, 512, qk_norm=True, v_norm=True)
+    group = ["k_norm", "v_norm", "k_rope", "k_append", "v_append", "q_norm", "q_rope", "attention"]
+    config = ScheduleConfig(tiling={"attention": {"kv_block": kv_block}}, fusion_grouping=[group])
+    program = lower(decode_step(spec, 256), config, TARGETS["h100"])
+    plan = make_plan(program)
+    made = [make_routine(steps_of(form), form, DType.BF16, plan.variant.staged_bytes)
+            for form in make_nodes(program, plan.grouping)[1]]  # fmt: skip
+    assert any(step.op is InstructionKind.RMSNORM and len(step.args) == 1 for each in made for step in each.steps)
+    assert {each.new_row.alone for each in made if each.new_row is not None} == rows
