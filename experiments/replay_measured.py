@@ -308,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, default=Path("results"), help="a folder of tables")
     parser.add_argument("--works", default=f"{TUNED} {UNTUNED}", help="separated by spaces")
-    parser.add_argument("--arms", default="local,descent,descent+others", help="separated by commas")
+    parser.add_argument("--arms", default="descent,descent+others", help="separated by commas")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="processes that predict")
     asked = parser.parse_args()

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flywheel.cost_model import STOCK
+from flywheel.measure.standing import trials_of
+from flywheel.search.campaign import CampaignRun
 from flywheel.search.knobs import Choice
 from flywheel.search.knowledge.lessons import Taught, axes_of, lessons_for, likeness
+from flywheel.search.opening import open_campaign
 from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Space, make_space
+from flywheel.search.trials.engine import InlineEngine
 from flywheel.search.workload import Workload, make_workload
 
 
@@ -79,3 +85,24 @@ def test_works_are_the_more_alike_the_nearer_they_are(works: tuple[Workload, Wor
     one, other = works
     assert likeness(one, one) == 1.0
     assert 0.0 < likeness(one, other) == likeness(other, one) < likeness(one, replace(one, context=640)) < 1.0
+
+
+def test_a_campaign_with_lessons_measures_the_starts_of_which_most_is_expected_as_seeds(
+    lab: Any, toy_measures: ModuleType
+) -> None:
+    space, spec = make_space(lab.workload), lab.spec(measure="cuda", sampler="descent", seeds=True, trials=6)
+    source = make_space(replace(lab.workload, context=48))
+    lessons = lessons_for(space, [Taught(source.workload, [(each, took(source, each)) for each in near(source)])])
+    assert lessons is not None
+    bench = lab.bench(lambda program: toy_measures.measured(toy_measures.toy_us(program), 30))
+    name = open_campaign(spec, space, lab.store, fresh=False)
+    run = CampaignRun(
+        spec, name, space, lab.store, InlineEngine(bench), lab.environment, STOCK, Predictions(), lessons
+    )
+    run.run(lambda _: None, lambda: False)
+    rows = trials_of(lab.store.trials(name))
+    starts = {space.to_config(each).config_id for each in (*space.known_good(), *lessons.starts)}
+    assert rows[0].config_id in starts
+    assert rows[0].source == "seed"
+    assert {row.source for row in rows if row.config_id not in starts} == {"search"}
+    assert len({row.config_id for row in rows}) == 6
