@@ -73,8 +73,9 @@ _MIDDLE: Final = (
     DecoderSpec("qwen3-middle", "qwen3", 768, 2304, 9, 12, 6, 64, 5000, 1e6, 1e-6, 4096, qk_norm=True),
 )  # fmt: skip
 _UNLIKE: Final = (
-    DecoderSpec("smollm3-tiny", "smollm3", 64, 96, 3, 12, 12, 16, 160, 1e6, 1e-6, 512, tied_head=True, nope_every=2),
-    DecoderSpec("smollm3-deep", "smollm3", 64, 192, 9, 12, 1, 16, 200, 1e6, 1e-6, 512, nope_every=2),
+    DecoderSpec("smollm3-tiny", "smollm3", 64, 96, 3, 12, 12, 16, 160, 1e6, 1e-6, 512, tied_head=True,
+                turned=(True, False)),
+    DecoderSpec("smollm3-deep", "smollm3", 64, 192, 9, 12, 1, 16, 200, 1e6, 1e-6, 512, turned=(True, False)),
 )
 """Models of several kinds of layers. They have works of their own, behind all others."""
 _FURTHER: Final = (
@@ -103,7 +104,7 @@ _FURTHER: Final = (
     DecoderSpec("cohere-tiny", "cohere", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, tied_head=True, norm="layer",
                 norms="shared", logits_scale=0.25),
     DecoderSpec("glm4-tiny", "glm4", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, norms="around", rotary_dim=8),
-    DecoderSpec("granite4-tiny", "granitemoehybrid", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, nope_every=1,
+    DecoderSpec("granite4-tiny", "granitemoehybrid", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-5, 512, turned=(False,),
                 embed_scale=12.0, residual_scale=0.22, attention_scale=0.2, logits_scale=0.125),
     DecoderSpec("gemma-tiny", "gemma", 64, 96, 3, 4, 2, 16, 160, 1e4, 1e-6, 512, tied_head=True, norm_offset=1.0,
                 activation="gelu_tanh", embed_scale=8.0, embed_scale_rounds=True),

@@ -82,7 +82,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", dict(SIZES, intermediate_size=256, num_key_value_heads=4)),
     "starcoder2-plain": ("Starcoder2", dict(SIZES, use_bias=False, num_key_value_heads=4)),
     "smollm3": ("SmolLM3", dict(SIZES, num_hidden_layers=5)),
-    "smollm3-untied": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
+    "smollm3-untied": ("SmolLM3", dict(SIZES, no_rope_layers=[1, 0, 0], tie_word_embeddings=False)),
     "phi3": ("Phi3", dict(SIZES, rope_parameters={"partial_rotary_factor": 0.5})),
     "phi3-window": ("Phi3", dict(SIZES, sliding_window=23)),
     "phi3-long": ("Phi3", dict(SIZES, rope_parameters=WHOLE_LONG_ROPE, original_max_position_embeddings=64)),

@@ -158,7 +158,7 @@ _SPECS: Final = (
     _gemma4("gemma4-31b", "gemma4_text", 5376, 21504, 60, 32, 16, 4),
     DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
     DecoderSpec("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 5e6, 1e-6, 65536, tied_head=True,
-                nope_every=4),
+                turned=(True, True, True, False)),
     DecoderSpec("phi-4", "phi3", 5120, 17920, 40, 40, 10, 128, 100352, 2.5e5, 1e-5, 16384),
     DecoderSpec("phi-3.5-mini", "phi3", 3072, 8192, 32, 32, 32, 96, 32064, 1e4, 1e-5, 131072, rope_scaling=_PHI_3_5),
     DecoderSpec("phi-4-mini", "phi3", 3072, 8192, 32, 24, 8, 128, 200064, 1e4, 1e-5, 131072, tied_head=True,

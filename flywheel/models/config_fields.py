@@ -34,7 +34,6 @@ NEUTRAL: Final[Neutral] = MappingProxyType(
 
 FOREIGN: Final[Neutral] = MappingProxyType(
     {
-        "hidden_act": ("gelu_pytorch_tanh",),
         # attention
         "rotary_pct": ONE,
         "rotary_dim": (),

@@ -61,7 +61,10 @@ class Keys:
 def keys_of(rules: Family) -> Keys:
     """What each key is to a family."""
     bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
-    fixed = {"attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
+    fixed = {
+        "attention_bias": bias, "mlp_bias": OFF, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm,
+        "hidden_act": ("gelu_pytorch_tanh",),
+    }  # fmt: skip
     own = {*rules.biases, *rules.reads, rules.norm_eps[0], rules.intermediate, rules.activation_field}
     own |= {rules.local_rope[0]} if rules.local_rope is not None and rules.local_rope[0] is not None else set()
     own |= {"use_sliding_window"} if rules.window_needs_flag else set()

@@ -91,8 +91,8 @@ class DecoderSpec:
     rope_scaling: Scaling | None = None
     window: int | None = None
     """The number of last positions to which layers with a window attend, itself included; None where none has one."""
-    nope_every: int | None = None
-    """One layer in so many has no RoPE, the last of them; None where all have it."""
+    turned: tuple[bool, ...] = ()
+    """Which layers have RoPE; behind the last, the list begins again. Empty: all."""
     windowed: tuple[bool, ...] = ()
     """Which layers have the window. Empty: all, if there is one."""
     local_rope: Rope | None = None
@@ -187,7 +187,7 @@ class DecoderSpec:
 
     def has_rope(self, layer: int) -> bool:
         """Whether a layer turns its queries and keys by RoPE."""
-        return self.nope_every is None or (layer + 1) % self.nope_every != 0
+        return not self.turned or self.turned[layer % len(self.turned)]
 
     @property
     def q_width(self) -> int:
@@ -236,8 +236,12 @@ def spec_from_dict(given: Mapping[str, Any]) -> DecoderSpec:
     if local is not None:
         own: Any = Rope(**local).scaling
         fields["local_rope"] = Rope(local["theta"], None if own is None else scaling_from_dict(own))
-    if "windowed" in fields:
-        fields["windowed"] = tuple(fields["windowed"])
+    for listed in ("windowed", "turned"):
+        if listed in fields:
+            fields[listed] = tuple(fields[listed])
+    if "nope_every" in fields:  # of before 2026-11-29: one layer in so many, the last of them, has no RoPE
+        every = fields.pop("nope_every")
+        fields["turned"] = () if every is None else (True,) * (every - 1) + (False,)
     return DecoderSpec(**fields)
 
 
@@ -302,8 +306,8 @@ def model_weight_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 def check_spec(spec: DecoderSpec) -> None:
     """Raises UnsupportedModelError, naming the field and its bound, for dimensions that no decoder can have."""
     optional = (
-        ("window", MAX_CONTEXT), ("nope_every", MAX_LAYERS), ("rotary_dim", spec.head_dim),
-        ("full_head_dim", MAX_DIM), ("full_kv_heads", MAX_HEADS),
+        ("window", MAX_CONTEXT), ("rotary_dim", spec.head_dim), ("full_head_dim", MAX_DIM),
+        ("full_kv_heads", MAX_HEADS),
     )  # fmt: skip
     bounds = (*_BOUNDS, *[each for each in optional if getattr(spec, each[0]) is not None])
     for field, largest in bounds:
@@ -345,6 +349,8 @@ def _check_layers(spec: DecoderSpec) -> None:
     marks = spec.windowed
     if marks and (len(marks) != spec.n_layers or any(type(mark) is not bool for mark in marks)):
         raise UnsupportedModelError(f"{spec.name}: windowed is not true or false for each of {spec.n_layers} layers")
+    if not isinstance(spec.turned, tuple) or any(type(mark) is not bool for mark in spec.turned):
+        raise UnsupportedModelError(f"{spec.name}: turned={spec.turned!r} is not a tuple of true and false")
     if any(marks) and spec.window is None:
         raise UnsupportedModelError(f"{spec.name}: windowed names layers, and there is no window")
     if spec.rotary_dim is not None and spec.rotary_dim % 2:

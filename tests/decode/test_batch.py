@@ -52,7 +52,7 @@ SPECS: Final = {
         norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",
     ),
     "smollm3": DecoderSpec(
-        "small", "smollm3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, nope_every=2, qkv_bias=True, o_bias=True,
+        "small", "smollm3", 48, 80, 2, 4, 2, 16, 70, 1e4, 1e-6, 64, turned=(True, False), qkv_bias=True, o_bias=True,
         mlp_bias=True,
     ),
     "phi3": DecoderSpec(

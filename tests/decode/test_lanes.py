@@ -43,7 +43,7 @@ SPECS: Final = {
         "small", "cohere2", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-5, 64, norm="layer", norms="shared", window=64,
         windowed=(True, False), nope_full=True,
     ),
-    "smollm3": DecoderSpec("small", "smollm3", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, nope_every=2),
+    "smollm3": DecoderSpec("small", "smollm3", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-6, 64, turned=(True, False)),
     "starcoder2": DecoderSpec(
         "small", "starcoder2", 48, 80, 2, 4, 2, 16, 12, 1e4, 1e-5, 64, qkv_bias=True, o_bias=True, mlp_bias=True,
         norm="layer", norm_bias=True, gated=False, activation="gelu_tanh",

@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"rope_scaling": YarnRope(4.0, 16, 1.25), "rotary_dim": 2},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
-    "smollm3": {"nope_every": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "smollm3": {"turned": (True, False), "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "cohere2": {"norms": "shared", "logits_scale": 0.5},
     "starcoder2": {"norm": "layer", "gated": False, "o_bias": True, "mlp_bias": True},
     "granite": {"embed_scale": 6.0, "residual_scale": 0.22, "attention_scale": 0.1, "logits_scale": 0.125},

@@ -35,7 +35,7 @@ SPEC = DecoderSpec("tiny", "llama", 128, 256, 2, 8, 4, 32, 520, 1e4, 1e-5, 256)
 CONTEXT = 96
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"tied_head": True}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True},
-    "smollm3": {"nope_every": 2},
+    "smollm3": {"turned": (True, False)},
 }  # fmt: skip
 FUSED = (
     ("attn_norm", "q_proj", "k_proj", "v_proj"), ("attn_combine", "o_proj", "attn_add"),

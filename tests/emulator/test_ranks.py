@@ -33,7 +33,7 @@ GEMMA: Mapping[str, Any] = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"tied_head": True}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True},
     "phi3": {"rotary_dim": 8},
-    "smollm3": {"nope_every": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "smollm3": {"turned": (True, False), "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "cohere2": {"norm": "layer", "norms": "shared", "logits_scale": 0.5},
     "starcoder2": {
         "norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "qkv_bias": True, "o_bias": True,

@@ -47,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
-    "smollm3": {"nope_every": 2, "o_bias": True, "mlp_bias": True},
+    "smollm3": {"turned": (True, False), "o_bias": True, "mlp_bias": True},
     "phi3": {"rotary_dim": 2},
     "cohere2": {"norms": "shared", "logits_scale": 0.5},
     "starcoder2": {"norm": "layer", "gated": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True},

@@ -49,7 +49,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
-    "smollm3": {"nope_every": 2},
+    "smollm3": {"turned": (True, False)},
     "ministral": {"window": 3, "windowed": (True, False, True, True)},
     "phi3": {"rotary_dim": 12},
     "cohere2": {"norm": "layer", "norms": "shared", "logits_scale": 0.5},

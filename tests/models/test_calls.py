@@ -49,7 +49,7 @@ def test_a_rotation_of_joined_products_reads_their_columns_at_once() -> None:
 
 
 def test_a_layer_without_rope_is_a_kind_of_its_own() -> None:
-    turned, plain = layers_of(replace(LLAMA, family="smollm3", nope_every=4))
+    turned, plain = layers_of(replace(LLAMA, family="smollm3", turned=(True, True, True, False)))
     assert [call.names for call in turned if call.kind is not InstructionKind.ROPE] == [call.names for call in plain]
 
 

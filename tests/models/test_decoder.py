@@ -122,7 +122,7 @@ def test_contexts_out_of_the_models_reach_are_refused(context: int) -> None:
 
 
 def test_layers_without_rope_are_a_kind_of_their_own() -> None:
-    spec = replace(PLAIN, family="smollm3", n_layers=10, nope_every=4)
+    spec = replace(PLAIN, family="smollm3", n_layers=10, turned=(True, True, True, False))
     graph = decode_step(spec, 8)
     assert graph.order == (0, 0, 0, 1, 0, 0, 0, 1, 0, 0)
     turned, plain = ({op.kind for op in kind.ops} for kind in graph.kinds)

@@ -202,6 +202,17 @@ def test_absent_fields_mean_what_transformers_assumes() -> None:
     assert "num_key_value_heads is missing" in refused(without(QWEN25_7B, "num_key_value_heads"))
 
 
+@pytest.mark.parametrize(
+    ("listed", "turned"),
+    [([1] * 36, ()), ([0] * 36, (False,)), ([1, 0] * 18, (True, False)), ([1, 0, 0, 1] * 9, (True, False, False, True)),
+     ([0] + [1] * 35, (False, *[True] * 35))],
+)  # fmt: skip
+def test_any_layers_may_have_no_rope(listed: list[int], turned: tuple[bool, ...]) -> None:
+    spec = spec_from_config(SMOLLM3_3B | {"no_rope_layers": listed}, "x")
+    assert spec.turned == turned
+    assert [spec.has_rope(layer) for layer in range(36)] == list(map(bool, listed))
+
+
 def test_an_explicit_head_dim_wins_over_the_quotient() -> None:
     nemo = MISTRAL_7B | {"hidden_size": 5120, "head_dim": 128}
     assert spec_from_config(nemo, "x").q_width == 4096
@@ -212,7 +223,7 @@ def test_a_granite_without_experts_reads_its_layers_by_either_name_and_has_rope_
     assert spec_from_config(other | {"layers_block_type": [FULL] * 40}, micro.name) == micro
     for kind in (None, "nope"):
         found = spec_from_config(GRANITE4_MICRO | {"position_embedding_type": kind, "intermediate_size": 5}, micro.name)
-        assert found == dataclasses.replace(micro, nope_every=1)
+        assert found == dataclasses.replace(micro, turned=(False,))
     assert "num_local_experts is missing" in refused(without(GRANITE4_MICRO, "num_local_experts"))
     assert "layer_types is missing" in refused(other)
 
@@ -253,7 +264,6 @@ def test_fields_that_leave_the_arithmetic_alone_are_ignored(extra: Config) -> No
         (LLAMA3_8B, "auto_map", {"AutoModelForCausalLM": "modeling_custom.CustomForCausalLM"}),
         (LLAMA3_8B, "text_config", {"model_type": "llama"}),
         (LLAMA3_8B, "model_type", "qwen3_moe"),
-        (SMOLLM3_3B, "no_rope_layers", [1, 0, 0, 1] * 9),
         (SMOLLM3_3B, "no_rope_layers", [1, 1, 1, 0] * 8),
         (SMOLLM3_3B, "no_rope_layers", ["1"] * 36),
         (SMOLLM3_3B, "no_rope_layers", "all"),

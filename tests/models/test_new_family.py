@@ -95,7 +95,7 @@ def test_a_norm_of_all_heads_is_not_shared_by_gpus(theirs: tuple[dict[str, objec
 
 def mixed_layers(spec: DecoderSpec, context: int, lanes: int) -> list[tuple[Op, ...]]:
     """Of six layers, four that turn by angles of their own, one by the usual ones, and one not at all."""
-    mlp, others = mlp_ops(spec), (replace(spec, rope_theta=100.0), spec, replace(spec, nope_every=1))
+    mlp, others = mlp_ops(spec), (replace(spec, rope_theta=100.0), spec, replace(spec, turned=(False,)))
     turned, far, plain = ((*attention_ops(each, context, lanes), *mlp) for each in others)
     return [turned, turned, far, turned, turned, plain]
 

@@ -88,7 +88,8 @@ def test_a_dimension_that_is_not_a_positive_int32_is_rejected(field: str, value:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"nope_every": 0}, "nope_every"),
+        ({"turned": (1, 0)}, "turned"),
+        ({"turned": [True]}, "turned"),
         ({"n_kv_heads": 3}, "n_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"head_dim": 2**20}, "n_heads * head_dim"),
@@ -125,6 +126,14 @@ def test_what_an_older_version_wrote_has_the_defaults() -> None:
     older = ("name", "family", "hidden", "intermediate", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab",
              "rope_theta", "norm_eps", "max_position", "tied_head", "rope_scaling")  # fmt: skip
     assert spec_from_dict({name: written[name] for name in older}) == TINY
+
+
+@pytest.mark.parametrize(("every", "turned"), [(None, ()), (1, (False,)), (4, (True, True, True, False))])
+def test_a_spec_that_says_every_how_many_layers_have_no_rope_is_read(
+    every: int | None, turned: tuple[bool, ...]
+) -> None:
+    older = {name: value for name, value in dataclasses.asdict(TINY).items() if name != "turned"}
+    assert spec_from_dict({**older, "nope_every": every}) == dataclasses.replace(TINY, turned=turned)
 
 
 @pytest.mark.parametrize("fields", [{"local_rope": "x"}, {"windowed": 5}, {"rope_scaling": {}}, {"unknown": 1}])

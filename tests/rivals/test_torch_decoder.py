@@ -45,7 +45,7 @@ SPECS = (
     dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
     dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
     dataclasses.replace(
-        LLAMA, name="smollm3", family="smollm3", nope_every=2, qkv_bias=True, o_bias=True, mlp_bias=True
+        LLAMA, name="smollm3", family="smollm3", turned=(True, False), qkv_bias=True, o_bias=True, mlp_bias=True
     ),
     dataclasses.replace(
         LLAMA, name="phi3", family="phi3", rope_scaling=LongRope((1.0,) * 6, (1.5,) * 6, 20, 1.25), rotary_dim=12
@@ -54,7 +54,7 @@ SPECS = (
     dataclasses.replace(
         LLAMA, name="starcoder2", family="starcoder2", norm="layer", norm_bias=True, gated=False, activation="gelu_tanh"
     ),
-    dataclasses.replace(LLAMA, name="granite4", family="granitemoehybrid", nope_every=1, residual_scale=0.5),
+    dataclasses.replace(LLAMA, name="granite4", family="granitemoehybrid", turned=(False,), residual_scale=0.5),
     dataclasses.replace(LLAMA, name="window", family="ministral", window=7, windowed=(True, False)),
     dataclasses.replace(LLAMA, name="glm4", family="glm4", rotary_dim=8, norms="around", qkv_bias=True),
     dataclasses.replace(

@@ -55,7 +55,7 @@ def convert(
         raise UnsupportedModelError(f"{spec.name}: projections have biases, which MPK's tasks do not add")
     if spec.norm != "rms" or spec.norms != "before" or not spec.gated:
         raise UnsupportedModelError(f"{spec.name}: not RMSNorms before attention and SwiGLU, which MPK's tasks compute")
-    if spec.nope_every is not None:
+    if not all(map(spec.has_rope, range(spec.n_layers))):
         raise UnsupportedModelError(f"{spec.name}: some layers have no RoPE, which MPK's attention always does")
     batch = requests_of(graph)
     if batch > ABI_MAX_ROWS:

@@ -35,7 +35,7 @@ def read(fields: Fields) -> dict[str, Any]:
     positions = fields.values.get(_POSITIONS)
     if positions is not None and not isinstance(positions, str):
         raise fields.refusal(_POSITIONS, '"rope", or "nope" or null for none')
-    return {**granite.read(fields), "nope_every": None if positions == "rope" else 1}
+    return {**granite.read(fields), "turned": () if positions == "rope" else (False,)}
 
 
 FAMILY: Final = Family(

@@ -35,11 +35,9 @@ def _turned(fields: Fields, count: int) -> list[bool]:
 def read(fields: Fields) -> dict[str, Any]:
     """The spec's further fields."""
     count = fields.positive_int("num_hidden_layers", MAX_LAYERS)
-    without = [layer for layer, turned in enumerate(_turned(fields, count)) if not turned]
-    every = without[0] + 1 if without else None
-    if without != ([] if every is None else list(range(every - 1, count, every))):
-        raise fields.refusal("no_rope_layers", "all 1, or a 0 at the end of every so many")
-    return {"nope_every": every}
+    turned = _turned(fields, count)
+    period = next(size for size in range(1, count + 1) if turned[size:] == turned[:-size])
+    return {"turned": () if all(turned) else tuple(turned[:period])}
 
 
 FAMILY: Final = Family(
