@@ -13,6 +13,7 @@ from flywheel.decode.source import open_source
 from flywheel.errors import InvalidProgramError, UsageError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
 from flywheel.ir.lanes import lanes_of
+from flywheel.models.checkpoint import TEXT_PREFIXES, text_name
 from flywheel.models.hf import load_scheme
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec
@@ -81,9 +82,10 @@ def make_bundle(
         rows=variant.rows, formats=variant.formats, features=variant.features,
     )  # fmt: skip
     weights = [buffer for buffer in program.buffers if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST)]
-    pieces = _pieces(spec, weights, scheme)
     names = {name: _name_in_files(spec, name, layout) for name in map(source_of, weights)}
     names |= _tied(spec, folder, names)
+    names = _nested(folder, names)
+    pieces = _pieces(spec, weights, scheme, names)
     tensors = open_stored(folder, dict.fromkeys(names.values()))
     _check_parts(weights, tensors, names, layout, pieces)
     about = {
@@ -120,7 +122,19 @@ def _key_of(name: str) -> tuple[str, str]:
     return name.removesuffix(end), end
 
 
-def _pieces(spec: DecoderSpec, weights: Sequence[Buffer], scheme: Scheme | None) -> dict[str, RowsTaken]:
+def _nested(folder: Path, names: Mapping[str, str]) -> dict[str, str]:
+    """The names that the files of a multimodal checkpoint have for its text model's tensors; other names as they are.
+    """
+    for prefix in ("", *TEXT_PREFIXES):
+        found = {name: text_name(held, prefix) for name, held in names.items()}
+        if is_stored(folder, next(iter(found.values()))):
+            return found
+    return dict(names)
+
+
+def _pieces(
+    spec: DecoderSpec, weights: Sequence[Buffer], scheme: Scheme | None, names: Mapping[str, str]
+) -> dict[str, RowsTaken]:
     """Program's name of a weight -> its rows, where it is not a tensor of the files as it is."""
     found: dict[str, RowsTaken] = {}
     shapes, pieces = stored_tensors(spec)
@@ -129,12 +143,12 @@ def _pieces(spec: DecoderSpec, weights: Sequence[Buffer], scheme: Scheme | None)
         rows = pieces.get(_key_of(name)[0])
         if rows is None or (rows.rows == shapes[rows.key][0] and not rows.heads):
             continue
-        whole, layout = shapes[rows.key][0], None if scheme is None else scheme.layout
+        whole = shapes[rows.key][0]
         if scheme is not None and part_of(name) in ("scales", "zeros"):
             shared = rows.scales_of(scheme.format)
             rows = StoredRows(rows.key, 0, buffer.shape[0]) if shared is None else shared
             whole = buffer.shape[0] if shared is None else -(-whole // (scheme.format.rows or 1))
-        found[name] = RowsTaken(_name_in_files(spec, name, layout), whole, rows.first, rows.heads)
+        found[name] = RowsTaken(names[name], whole, rows.first, rows.heads)
     return found
 
 

@@ -38,7 +38,7 @@ _OF_CACHES: Final = (
 )  # fmt: skip
 """Ends of names of scales of quantised caches and outputs."""
 _NESTED: Final = "model.language_model."
-_TEXT: Final = ("language_model.", _NESTED)
+TEXT_PREFIXES: Final = ("language_model.", _NESTED)
 """Beginnings of names of the text model's tensors in a multimodal checkpoint."""
 _OTHER_PARTS: Final = tuple([
     f"{prefix}{part}."
@@ -182,7 +182,7 @@ def _holders(path: Path) -> dict[str, _File]:
 
 def _text_model(holders: dict[str, _File]) -> dict[str, _File]:
     """Of a multimodal checkpoint, the text model's tensors by the names that they have alone; of any other, all."""
-    if not any(key.startswith(_TEXT) for key in holders):
+    if not any(key.startswith(TEXT_PREFIXES) for key in holders):
         return holders
     stored: dict[str, str] = {}
     for key in holders:
@@ -193,6 +193,14 @@ def _text_model(holders: dict[str, _File]) -> dict[str, _File]:
                 raise WeightsError(f"tensor {_shown(bare)} is both {_shown(stored[bare])} and {_shown(key)}")
             stored[bare] = key
     return {bare: replace(holders[key], stored=stored) for bare, key in stored.items()}
+
+
+def text_name(name: str, prefix: str) -> str:
+    """The name of a text model's tensor in a multimodal checkpoint, whose names begin with that one of TEXT_PREFIXES.
+    """
+    if prefix != _NESTED:
+        return prefix + name
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _keyed(files: list[_File]) -> dict[str, _File]:

@@ -20,6 +20,7 @@ from flywheel.decode.source import open_source
 from flywheel.errors import BundleError, UsageError, WeightsError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
+from flywheel.models.checkpoint import text_name
 from flywheel.models.decoder import decode_step
 from flywheel.models.formats import parse_formats
 from flywheel.models.hf import load_spec
@@ -121,6 +122,26 @@ def test_a_bundle_of_a_checkpoint_that_stores_other_matrices_decodes_what_the_or
     write_folder(tmp_path / "bundle", make_files(folder, program_of(folder)))
     expected = ordinary(folder)
     with loaded(tmp_path / "bundle", str(folder), check="all") as decoder:
+        assert tokens_of(decoder) == expected
+    assert len({token for tokens in expected for token in tokens}) > 3
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_a_bundle_of_the_text_part_of_a_multimodal_checkpoint_decodes_what_the_ordinary_path_does(
+    prefix: str, tmp_path: Path
+) -> None:
+    text = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 16}
+    tied = {"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True}
+    folder = quantised(tmp_path / "small", "bf16", **text, **tied)
+    config = json.loads((folder / "config.json").read_bytes())
+    whole = {"model_type": "gemma3", "text_config": config, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(folder / "model.safetensors")
+    names = {key: text_name(key, prefix) for key in tensors}
+    save_file({names[key]: each for key, each in tensors.items()}, str(folder / "model.safetensors"))
+    write_folder(tmp_path / "bundle", make_files(folder, program_of(folder)))
+    expected = ordinary(folder)
+    with loaded(tmp_path / "bundle", str(folder)) as decoder:
         assert tokens_of(decoder) == expected
     assert len({token for tokens in expected for token in tokens}) > 3
 
