@@ -81,7 +81,9 @@ def _coordinate(space: Space, name: str, value: Value) -> float:
         return log2(max(_attended(space.workload) / value, 1.0))
     if name == "smem":
         return 8.0 * value / space.workload.target.smem_bytes_per_block_optin
-    return log2(1 + value) if name == "depth" else float(value) if name.startswith("fuse.") else log2(value)
+    if name.startswith("fuse."):
+        return float(value)
+    return log2(1 + value) if name == "depth" else log2(value) if value > 0 else -1.0  # one step below 1
 
 
 def _attended(work: Workload) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flywheel.cost_model import STOCK
+from flywheel.ir import TARGETS
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignRun
 from flywheel.search.knobs import Choice
@@ -56,6 +57,15 @@ def test_a_value_that_means_the_same_for_two_works_has_the_same_coordinate(works
         assert one[name] == other[name]
     assert min(abs(value) for value in one["rows.down"].values) < 0.5  # about one tile an SM
     assert min(abs(value) for value in other["rows.gate_up"].values) < 0.5
+
+
+@pytest.mark.parametrize("gpu", TARGETS)
+def test_every_value_of_every_gpu_has_a_coordinate_of_its_own(gpu: str) -> None:
+    space = make_space(make_workload("smollm2-135m", gpu, "bf16", 128, batch=2))
+    for each in space.dimensions:
+        values = axes_of(space)[each.name].values
+        assert len(set(values)) == len(each.values)
+        assert np.isfinite(values).all()
 
 
 def test_what_is_best_elsewhere_is_tried_early_and_carried_by_its_tiles(works: tuple[Workload, Workload]) -> None:
