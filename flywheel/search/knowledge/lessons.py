@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from flywheel.errors import ConfigError
+from flywheel.errors import FlywheelError
 from flywheel.ir import config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import ranked
@@ -171,7 +171,7 @@ def _space(work: Workload) -> Space | None:
     """The space of a work of any version; None where this version has none."""
     try:
         return make_space(work)
-    except ConfigError:
+    except FlywheelError:
         return None
 
 
