@@ -90,9 +90,9 @@ def _fits(row: NewRow, steps: Sequence[PlannedStep], form: Form, dtype: DType, v
 
     def is_source(ref: int, numel: int) -> bool:
         """Whether `ref` is made before these steps, is not written by the task, and can be loaded two elements at a
-        time. The attention's kernel runs after steps whose results may lie where an earlier scratch result did."""
+        time."""
         made, x = ref - RESULT_REF, look(ref, steps, form)
-        early = form.written[ref] is None if made < 0 else made in views or (row.alone and made < row.key_rope)
+        early = form.written[ref] is None if made < 0 else made < row.key_rope or made in views
         even = made not in views or steps[made].params.get("n_off", 1) % 2 == 0
         return early and even and x.numel == numel and x.dtype is dtype
 
@@ -100,11 +100,15 @@ def _fits(row: NewRow, steps: Sequence[PlannedStep], form: Form, dtype: DType, v
         turns = is_turn(rope, numel, head_dim, steps, form, dtype)
         return turns and is_source(rope.args[0], numel) and (not normed or is_source(_made(rope, steps).args[0], numel))
 
+    # The kernel of an attention to older rows runs after steps whose results may lie where a scratch value did.
+    value = steps[row.value].args[0]
+    stays = row.alone or value < RESULT_REF or value - RESULT_REF in views
     return (
         head_dim in HEAD_DIMS
+        and stays
         and (turned.args[1], turned.params) == (steps[row.key_rope].args[1], steps[row.key_rope].params)
         and is_rope(steps[row.key_rope], head_dim)
-        and is_source(steps[row.value].args[0], head_dim)
+        and is_source(value, head_dim)
         and is_rope(turned, attention.params["n_heads"] * head_dim)
         and all(step.result.numel == step.result.shape[0] * head_dim for step in appends)
         and all(form.outputs[step.out].dtype is dtype for step in appends)
