@@ -25,7 +25,7 @@ from flywheel.ir.fields import (
     read_number,
 )
 from flywheel.ir.opcodes import RECIPE_PARAM_FIELDS, InstructionKind
-from flywheel.ir.records import Buffer, Task
+from flywheel.ir.records import Buffer, Task, maker
 from flywheel.ir.show import one_line, show
 
 
@@ -80,6 +80,9 @@ class RecipeStep:
         return Buffer(self.out.number, name, BufferKind.ACTIVATION, self.dtype, self.shape, MemSpace.REGISTER)
 
 
+make_step: Final = maker(RecipeStep)
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Recipe:
     """The steps of a FUSED task. `recipe_of` makes it: equal recipes are one object, so that `is` compares them."""
@@ -102,7 +105,10 @@ def recipe_of(steps: Iterable[RecipeStep]) -> Recipe:
         for step in listed
     ])  # fmt: skip
     with _knowing:
-        return _known.setdefault(key, Recipe(listed))
+        known = _known.get(key)
+        if known is None:
+            known = _known[key] = Recipe(listed)
+        return known
 
 
 def recipe_steps(task: Task) -> tuple[RecipeStep, ...]:
@@ -219,10 +225,11 @@ class RecipeBuilder:
     ) -> Arg:
         """Append a step with a `[rows, width]` result, which goes to `out`, or to scratch. Returns the arg that reads
         a result in scratch."""
-        target = Scratch(self._slots) if out is None else out
-        self._steps.append(RecipeStep(op, tuple(args), target, (rows, width), dtype, dict(params or {})))
+        scratch = Scratch(self._slots)
+        target = scratch if out is None else out
         self._slots += out is None
-        return Scratch(self._slots - 1)
+        self._steps.append(make_step(op, tuple(args), target, (rows, width), dtype, dict(params or {})))
+        return scratch
 
     def columns(self, name: str, start: int, width: int, dtype: DType) -> Arg:
         """The arg that reads columns `start`..`start + width` of operand `name`."""

@@ -52,9 +52,12 @@ def patterns_of(graph: Graph, block: Block) -> tuple[Pattern, ...]:
     """
     graph = graph.of(block)
     makers = {op.output: op for op in block.ops if op.kind is not _K.KV_APPEND}
-    readers = {name: [op for op in block.ops if name in op.inputs] for name in makers}
+    readers: dict[str, list[Op]] = {name: [] for name in makers}
     products: dict[str, list[Op]] = {}
     for op in block.ops:
+        for name in dict.fromkeys(op.inputs):
+            if name in readers:
+                readers[name].append(op)
         if op.kind is _K.GEMV_TILE:
             products.setdefault(op.inputs[0], []).append(op)
     found = []
@@ -77,14 +80,14 @@ def patterns_of(graph: Graph, block: Block) -> tuple[Pattern, ...]:
 def _attending(graph: Graph, block: Block, attention: Op, makers: Mapping[str, Op]) -> list[Pattern]:
     """The runs with an attention, the appends to its caches, or both."""
     appends = [op for op in block.ops if op.kind is _K.KV_APPEND and op.output in attention.inputs]
-    query = headwise(graph, makers, attention.inputs[0])
-    rows = [op for append in appends for op in headwise(graph, makers, append.inputs[0])]
-    names = [op.name for op in block.ops if op in query or op in rows]
+    query = [op.name for op in headwise(graph, makers, attention.inputs[0])]
+    rows = [op.name for append in appends for op in headwise(graph, makers, append.inputs[0])]
+    names = [op.name for op in block.ops if op.name in query or op.name in rows]
     norms = [op.name for op in block.ops if op.kind is _K.RMSNORM and op.name in names]
     appending = tuple([op.name for op in appends])
     return [
-        Pattern(tuple([op.name for op in rows]), appending),
-        Pattern(tuple([op.name for op in query]), (attention.name,)),
+        Pattern(tuple(rows), appending),
+        Pattern(tuple(query), (attention.name,)),
         Pattern(tuple(norms), (*[name for name in names if name not in norms], *appending, attention.name)),
     ]
 

@@ -173,9 +173,9 @@ def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int, first: int, p
     shift = layers.shift(1)
     alike = (
         [run.moved(shift) for run in tables.runs[runs.start : runs.stop]] == tables.runs[runs.stop :]
-        and [moved(each, 1, layers) for each in tables.buffers[buffers.start : buffers.stop]]
+        and [moved(each, shift) for each in tables.buffers[buffers.start : buffers.stop]]
         == tables.buffers[buffers.stop :]
-        and [moved(each, 1, layers) for each in tables.counters[counters.start : counters.stop]]
+        and [moved(each, shift) for each in tables.counters[counters.start : counters.stop]]
         == tables.counters[counters.stop :]
     )
     return layers if alike else NO_LAYERS

@@ -150,8 +150,8 @@ class LayeredTable(Sequence[R]):
         template, behind = self.spelled[span.start : span.stop], self.spelled[span.stop :]
         return (
             *self.spelled[: span.start],
-            *[moved(each, by, layers) for by in range(times) for each in template],
-            *[moved(each, times - 1, layers) for each in behind],
+            *[moved(each, shift) for shift in map(layers.shift, range(times)) for each in template],
+            *[moved(each, layers.shift(times - 1)) for each in behind],
         )
 
     def column(self, of: Callable[[R], T], times: int | None = None) -> list[T]:
@@ -201,13 +201,13 @@ def _texts(each: Buffer | Counter) -> tuple[object, ...]:
     return (each.name,) if each.source is None else (each.name, each.source)
 
 
-def moved(each: R, by: int, layers: Layers) -> R:
-    """A record of the template or of what follows, moved by `by` periods."""
-    first = layers.first(by)
+def moved(each: R, shift: Shift) -> R:
+    """A record of the template or of what follows, some periods later."""
+    first = shift.layer
     if isinstance(each, Counter):
-        return cast(R, make_counter(each.id + by * layers.counters.size, each.init, spell(each.note, first)))
+        return cast(R, make_counter(each.id + shift.counters, each.init, spell(each.note, first)))
     source = spell(each.source, first) if each.source is not None else None
-    name, number = spell(each.name, first), each.id + by * layers.buffers.size
+    name, number = spell(each.name, first), each.id + shift.buffers
     look = each.kind, each.dtype, each.shape, each.space
     return cast(R, make_buffer(number, name, *look, source, each.rank, each.part))
 

@@ -6,7 +6,7 @@ one sequence, its lanes, share the head's caches: then appends are tasks of thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -28,40 +28,36 @@ def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
     this module know the group's operations by what they make."""
     ops = {op.output: op for op in group.ops}
     appends = [op for op in group.ops if op.kind is _K.KV_APPEND]
-    if not any(op.kind is _K.ATTENTION_TILE for op in group.ops):
+    attention = next((op for op in group.ops if op.kind is _K.ATTENTION_TILE), None)
+    if attention is None:
         return _emit_append(scope, ops, appends)
     if not appends:
-        return _emit_attend(scope, ops)
-    past = _emit_past(scope, ops) if len(_blocks(scope, ops)) > 1 else []
+        return _emit_attend(scope, ops, attention)
+    past = _emit_past(scope, ops, attention) if len(_blocks(scope, attention)) > 1 else []
     # The tasks of the past come first, so that no earlier set writes the caches, and they wait for none.
-    return [*past, *(_append_and_attend(scope, ops, head) for head in _heads(scope))]
+    return [*past, *_append_and_attend(scope, ops, attention)]
 
 
-def _attention(ops: Mapping[str, Op]) -> Op:
-    return next(op for op in ops.values() if op.kind is _K.ATTENTION_TILE)
-
-
-def _appends(ops: Mapping[str, Op]) -> list[Op]:
+def _appends(ops: Mapping[str, Op], attention: Op) -> list[Op]:
     """The appends to an attention's caches: of keys, then of values."""
-    return [ops[name] for name in _attention(ops).inputs[1:]]
+    return [ops[name] for name in attention.inputs[1:]]
 
 
-def _blocks(scope: Scope, ops: Mapping[str, Op]) -> list[tuple[int, int]]:
+def _blocks(scope: Scope, attention: Op) -> list[tuple[int, int]]:
     """(first row, rows) of each KV block. Of a layer with a window, rows count from the first in sight."""
-    return scope.tiling.kv_blocks(_attention(ops).params["kv_len"])
+    return scope.tiling.kv_blocks(attention.params["kv_len"])
 
 
-def _partial_names(scope: Scope, group: Group) -> list[str]:
+def _partial_names(scope: Scope, group: Group, attention: Op) -> list[str]:
     """Names of the partials that a group's attention writes: none where one block covers all that it attends to.
 
     A group with appends has one partial for each block's past rows, and one for the new row.
     """
-    ops = {op.output: op for op in group.ops}
-    blocks = len(_blocks(scope, ops))
+    blocks = len(_blocks(scope, attention))
     if blocks == 1:
         return []
     if any(op.kind is _K.KV_APPEND for op in group.ops):
-        return [*(_block_name(block) for block in range(len(_past_blocks(scope, ops)))), _NEW]
+        return [*(_block_name(block) for block in range(len(_past_blocks(scope, attention)))), _NEW]
     return [_block_name(block) for block in range(blocks)]
 
 
@@ -69,13 +65,13 @@ def emit_combine(scope: Scope, group: Group, limit: int) -> tuple[list[TileSet],
     """A tree of merges of what a group's attention writes, and the partials that it leaves: at most `limit`, or with
     limit 1 the attention's result alone."""
     sets: list[TileSet] = []
-    names, level = _partial_names(scope, group), 0
-    (whole,) = (op.output for op in group.ops if op.kind is _K.ATTENTION_TILE)
+    (attention,) = [op for op in group.ops if op.kind is _K.ATTENTION_TILE]
+    names, level = _partial_names(scope, group, attention), 0
     while len(names) > limit:
         merges = max(-(-len(names) // ABI_MAX_INPUTS), min(limit, 2))
         chunks = [names[len(names) * i // merges : len(names) * (i + 1) // merges] for i in range(merges)]
         last = merges == 1
-        names = [whole] if last else [f"{PARTIAL}l{level}.{index}" for index in range(merges)]
+        names = [attention.output] if last else [f"{PARTIAL}l{level}.{index}" for index in range(merges)]
         for chunk, output in zip(chunks, names, strict=True):
             sets += [_emit_merge(scope, chunk, output, f"{COMBINE}.l{level}", head) for head in _heads(scope)]
         level += 1
@@ -140,30 +136,30 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
     return sets
 
 
-def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
+def _emit_attend(scope: Scope, ops: dict[str, Op], attention: Op) -> list[TileSet]:
     """One task for each head and block, over all rows of the block up to the new one."""
-    blocks = _blocks(scope, ops)
-    windows = [{"kv_start": start, "kv_len": length, **_moving(scope, ops)} for start, length in blocks]
-    names = [_block_name(block) for block in range(len(blocks))] if len(blocks) > 1 else [_attention(ops).output]
-    return _emit_windows(scope, ops, windows, names)
+    blocks = _blocks(scope, attention)
+    windows = [{"kv_start": start, "kv_len": length, **_moving(scope, attention)} for start, length in blocks]
+    names = [_block_name(block) for block in range(len(blocks))] if len(blocks) > 1 else [attention.output]
+    return _emit_windows(scope, ops, attention, windows, names)
 
 
-def _emit_past(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
+def _emit_past(scope: Scope, ops: dict[str, Op], attention: Op) -> list[TileSet]:
     """One task for each head and block, over the rows before the new one."""
-    pos = _appends(ops)[0].params["pos"]
+    pos = _appends(ops, attention)[0].params["pos"]
     windows = [
-        {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos, **_moving(scope, ops)}
-        for start, length in _past_blocks(scope, ops)
+        {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos, **_moving(scope, attention)}
+        for start, length in _past_blocks(scope, attention)
     ]
-    return _emit_windows(scope, ops, windows, [_block_name(block) for block in range(len(windows))])
+    return _emit_windows(scope, ops, attention, windows, [_block_name(block) for block in range(len(windows))])
 
 
 def _emit_windows(
-    scope: Scope, ops: dict[str, Op], windows: Sequence[dict[str, int]], outputs: Sequence[str]
+    scope: Scope, ops: dict[str, Op], attention: Op, windows: Sequence[dict[str, int]], outputs: Sequence[str]
 ) -> list[TileSet]:
     """One task for each head and window. Tasks of one output share its counter."""
-    graph, attention = scope.graph, _attention(ops)
-    recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in _heads(scope)]
+    graph = scope.graph
+    recipes = [_attend_recipe(scope, ops, attention, head, outputs[0]) for head in _heads(scope)]
     sets = []
     for window, output in zip(windows, outputs, strict=True):
         tile_bytes, flops = _attend_cost(scope, _caches(scope, attention, 0), window["kv_len"])
@@ -193,9 +189,9 @@ def _lane_window(scope: Scope, window: dict[str, int], own: Mapping[str, int]) -
     return {**window, **moving, "kv_len": min(window["kv_len"], max(0, seen - window["kv_start"]))}
 
 
-def _moving(scope: Scope, ops: Mapping[str, Op]) -> dict[str, int]:
+def _moving(scope: Scope, attention: Op) -> dict[str, int]:
     """The params of a task whose rows move with the position; none where the layer attends to all."""
-    params = _attention(ops).params
+    params = attention.params
     return {"window": params["window"], "pos": scope.graph.context - 1} if "window" in params else {}
 
 
@@ -203,50 +199,56 @@ def _block_name(block: int) -> str:
     return f"{PARTIAL}b{block}"
 
 
-def _past_blocks(scope: Scope, ops: Mapping[str, Op]) -> list[tuple[int, int]]:
+def _past_blocks(scope: Scope, attention: Op) -> list[tuple[int, int]]:
     """The KV blocks without the last row, the new one. A block of that row alone is left out."""
-    last = _attention(ops).params["kv_len"] - 1
-    return [(start, min(length, last - start)) for start, length in _blocks(scope, ops) if start < last]
+    last = attention.params["kv_len"] - 1
+    return [(start, min(length, last - start)) for start, length in _blocks(scope, attention) if start < last]
 
 
 def _attend_recipe(
-    scope: Scope, ops: dict[str, Op], head: int, output: str
+    scope: Scope, ops: dict[str, Op], attention: Op, head: int, output: str
 ) -> tuple[Recipe, tuple[str, ...], int]:
     """The recipe of one head's tiles, its operands and its columns. The tiles differ in their windows alone."""
     builder = RecipeBuilder()
-    width = _attend(scope, builder, ops, head, output, _own_position(scope, builder, ops, head))
+    width = _attend(scope, builder, ops, attention, head, output, _own_position(scope, builder, ops, head))
     return builder.build(), tuple(builder.inputs), width
 
 
-def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
-    """One head's appends and attention: over the new row alone if there are several blocks, else over all rows."""
-    graph, attention = scope.graph, _attention(ops)
-    appends = _appends(ops)
+def _append_and_attend(scope: Scope, ops: dict[str, Op], attention: Op) -> Iterator[TileSet]:
+    """Each head's appends and attention: over the new row alone if there are several blocks, else over all rows."""
+    graph, appends = scope.graph, _appends(ops, attention)
     pos = appends[0].params["pos"]
-    whole = len(_blocks(scope, ops)) == 1
+    whole = len(_blocks(scope, attention)) == 1
     output = attention.output if whole else _NEW
-    builder = RecipeBuilder()
-    made = _own_position(scope, builder, ops, head)
-    for name, width in ((appends[1].inputs[0], 1), (attention.inputs[0], graph.group)):
-        while name in ops and ops[name].kind is not _K.RMSNORM:
-            name = ops[name].inputs[0]
-        if name in ops:
-            # First, so that only steps of the new row stand between the key's rope and the attention.
-            made[name] = _head_value(scope, builder, ops, name, head, width * graph.head_dim, made)
-    for index, op in enumerate(appends):
-        rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
-        _append(scope, builder, op, rows, head, Output(index + 1))
-    width = _attend(scope, builder, ops, head, output, made)
-    window = {"kv_start": 0, "kv_len": attention.params["kv_len"], **_moving(scope, ops)}
+    window = {"kv_start": 0, "kv_len": attention.params["kv_len"], **_moving(scope, attention)}
     if not whole:
         window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
-    caches = _caches(scope, attention, head)
-    tile_bytes, flops = _attend_cost(scope, caches, window["kv_len"])
-    own = {**_sequence(scope, head), "pos": pos}
-    params = {**window, **own, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
-    outputs = (output, *caches)
-    return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, output,
-                   one_tile(params, tile_bytes, flops))  # fmt: skip
+    tile_bytes, flops = _attend_cost(scope, _caches(scope, attention, 0), window["kv_len"])
+    sources = (appends[1].inputs[0], 1), (attention.inputs[0], graph.group)
+    normed = [(_normed(ops, name), heads * graph.head_dim) for name, heads in sources]
+    for head in _heads(scope):
+        builder = RecipeBuilder()
+        made = _own_position(scope, builder, ops, head)
+        for name, columns in normed:
+            if name in ops:
+                # First, so that only steps of the new row stand between the key's rope and the attention.
+                made[name] = _head_value(scope, builder, ops, name, head, columns, made)
+        for index, op in enumerate(appends):
+            rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
+            _append(scope, builder, op, rows, head, Output(index + 1))
+        width = _attend(scope, builder, ops, attention, head, output, made)
+        own = {**_sequence(scope, head), "pos": pos}
+        params = {**window, **own, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
+        outputs = (output, *_caches(scope, attention, head))
+        yield TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, output,
+                      one_tile(params, tile_bytes, flops))  # fmt: skip
+
+
+def _normed(ops: Mapping[str, Op], name: str) -> str:
+    """Where the group norms what becomes `name`: the norm's result; else the group's operand."""
+    while name in ops and ops[name].kind is not _K.RMSNORM:
+        name = ops[name].inputs[0]
+    return name
 
 
 def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: Output) -> None:
@@ -259,6 +261,7 @@ def _attend(
     scope: Scope,
     builder: RecipeBuilder,
     ops: dict[str, Op],
+    attention: Op,
     head: int,
     output: str,
     made: Mapping[str, Arg] = MappingProxyType({}),
@@ -268,7 +271,7 @@ def _attend(
 
     `made` are the head's values that the recipe already has.
     """
-    graph, attention = scope.graph, _attention(ops)
+    graph = scope.graph
     query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim, made)
     caches = [builder.operand(name) for name in _caches(scope, attention, head)]
     extra = 0 if output == attention.output else PARTIAL_EXTRA
