@@ -58,7 +58,9 @@ def find_best(
     if not makers or not all(_multiplies(node, routine, logits, rows) for node, routine in makers):
         return None
     widths = np.array([params.get("N_tile", 0) for params in grouping.params], np.int64)[grouping.params_of]
-    made = widths[np.isin(grouping.node_of, writers)].sum() * rows
+    writes = np.zeros(len(nodes), np.bool_)
+    writes[writers] = True
+    made = widths[writes[grouping.node_of]].sum() * rows
     if made != buffer.numel and buffer.id not in arrived:
         return None
     return KeptBest(tuple(writers), tuple(sampling), logits, buffer.id in arrived)

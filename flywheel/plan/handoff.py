@@ -17,13 +17,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
-from typing import Any, Final
+from itertools import product
+from typing import Final
 
 import numpy as np
 
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, first_row_written, multi_row_buffers, past_rows_end, tile
+from flywheel.ir.compressed import Stretch
 from flywheel.ir.lanes import lanes_of_caches
 from flywheel.ir.recipe import Output, Recipe, recipe_steps
 from flywheel.plan.nodes import Grouping
@@ -99,7 +100,8 @@ class _NodeAccesses:
 
     def __init__(self, program: MegakernelProgram, grouping: Grouping) -> None:
         self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
-        self.tasks, self.params, self.columns = grouping.firsts, _params(grouping), columns_of(grouping)
+        self.tasks, self.columns = grouping.firsts, columns_of(grouping)
+        self.params = [[each.params for each in stretches] for stretches in grouping.stretches]
         self.sizes: Sequence[int] = np.bincount(grouping.node_of, minlength=len(self.tasks)).tolist()
         self._rows = multi_row_buffers(self.tasks, self.buffers)
         self._lanes = lanes_of_caches(self.tasks, self.buffers)
@@ -198,27 +200,23 @@ class _NodeAccesses:
         }
 
 
-def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
-    """The distinct params of each node's tasks."""
-    codes = np.unique(grouping.node_of * len(grouping.params) + grouping.params_of)
-    nodes, numbers = np.divmod(codes, len(grouping.params))
-    ends = np.searchsorted(nodes, np.arange(len(grouping.firsts) + 1)).tolist()
-    params = [grouping.params[number] for number in numbers.tolist()]
-    return [params[first:end] for first, end in pairwise(ends)]
-
-
 def columns_of(grouping: Grouping) -> list[list[Pair]]:
     """The sorted columns of each node's tasks, adjacent ranges merged; meaningless where the tasks have none."""
-    starts = grouping.n_off
-    widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)[grouping.params_of]
-    order = np.lexsort((starts, grouping.node_of))
-    nodes, starts, ends = grouping.node_of[order], starts[order], (starts + widths)[order]
-    apart = (nodes[1:] != nodes[:-1]) | (starts[1:] != ends[:-1])
-    heads = np.flatnonzero(np.concatenate([np.ones(min(1, len(nodes)), np.bool_), apart]))
-    tails = np.append(heads[1:], len(nodes)) - 1
-    pieces = list(zip(starts[heads].tolist(), ends[tails[: len(heads)]].tolist(), strict=True))
-    bounds = np.searchsorted(nodes[heads], np.arange(len(grouping.firsts) + 1)).tolist()
-    return [pieces[first:end] for first, end in pairwise(bounds)]
+    return [_merged(sorted(map(_columns, stretches))) for stretches in grouping.stretches]
+
+
+def _columns(stretch: Stretch) -> Pair:
+    start = stretch.params.get("n_off", 0)
+    return start, start + stretch.params.get("N_tile", 0) * stretch.n_tiles
+
+
+def _merged(ranges: Sequence[Pair]) -> list[Pair]:
+    found: list[Pair] = []
+    for start, end in ranges:
+        if found and found[-1][1] == start:
+            start, _ = found.pop()
+        found.append((start, end))
+    return found
 
 
 def shares_pages(program: MegakernelProgram) -> bool:

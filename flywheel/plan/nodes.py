@@ -44,12 +44,13 @@ make_node: Final = maker(Node)
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The nodes, and each task's node and params. The arrays are in the order of tasks.
+    """The nodes, their stretches, and each task's node and params. The arrays are in the order of tasks.
 
     `params` are a task's params without `n_off`, which has its own column; `n_off` is 0 if the task has none.
     """
 
     firsts: list[Task]
+    stretches: list[list[Stretch]]
     node_of: Ints
     params: list[Mapping[str, Any]]
     params_of: Ints
@@ -61,12 +62,7 @@ class Grouping:
 def group_tasks(program: MegakernelProgram) -> Grouping:
     """Group tasks by the identity of their operands, waits and recipe, which tiles and equal layers share."""
     kinds = _Kinds()
-    firsts, node_of, params_of, n_off, node_kinds = _group(as_runs(program), kinds)
-    return Grouping(firsts, node_of, kinds.params, params_of, n_off, node_kinds)
-
-
-_NodeColumns = tuple[list[Task], Ints, Ints, Ints, list[int]]
-"""(firsts, node_of, params_of, n_off, kinds) of a Grouping."""
+    return _group(as_runs(program), kinds)
 
 
 class _Kinds:
@@ -94,18 +90,19 @@ tiles."""
 
 @dataclass(frozen=True, slots=True)
 class _RunTiles:
-    """A run's tiles, which equal layers share: the stretches, and each node's first place, first stretch and kind."""
+    """A run's tiles, which equal layers share: the stretches, and each node's first place, stretches and kind."""
 
-    stretches: list[_StretchFacts]
-    firsts: list[tuple[int, Stretch, int]]
+    facts: list[_StretchFacts]
+    nodes: list[tuple[int, list[Stretch], int]]
 
 
-def _group(tasks: Runs, kinds: _Kinds) -> _NodeColumns:
+def _group(tasks: Runs, kinds: _Kinds) -> Grouping:
     known: dict[int, _RunTiles] = {}
     nodes: dict[tuple[int, ...], int] = {}
     firsts: list[Task] = []
+    stretches: list[list[Stretch]] = []
     node_kinds: list[int] = []
-    stretches: list[_StretchFacts] = []
+    facts: list[_StretchFacts] = []
     numbers: list[int] = []  # of the runs' nodes
     bases: list[int] = []  # for each stretch, the place in `numbers` of its run's first node
     ids = tasks.ids
@@ -113,39 +110,42 @@ def _group(tasks: Runs, kinds: _Kinds) -> _NodeColumns:
         tiles = known.get(id(run.tiles))
         if tiles is None:
             tiles = known[id(run.tiles)] = _read_tiles(run, kinds)
-        stretches += tiles.stretches
-        bases += [len(numbers)] * len(tiles.stretches)
+        facts += tiles.facts
+        bases += [len(numbers)] * len(tiles.facts)
         shared = run.op, run.out_counter, id(run.inputs), id(run.outputs), id(run.waits)
-        for place, stretch, kind in tiles.firsts:
+        for place, own, kind in tiles.nodes:
             node = nodes.setdefault((kind, *shared), len(firsts))
             if node == len(firsts):
-                firsts.append(task_of(run, stretch, ids[first + place], tasks.sms[first + place]))
+                firsts.append(task_of(run, own[0], ids[first + place], tasks.sms[first + place]))
+                stretches.append([])
                 node_kinds.append(kind)
+            stretches[node] += own
             numbers.append(node)
-    table: Ints = np.array(stretches, np.int64).reshape(-1, 5)
+    table: Ints = np.array(facts, np.int64).reshape(-1, 5)
     params, local, starts, widths, sizes = table.T
     each = np.repeat(np.arange(len(sizes)), sizes)
     number = np.arange(len(each)) - (np.cumsum(sizes) - sizes)[each]
     node_of = np.array(numbers, np.int64)[local + np.array(bases, np.int64)][each]
     n_off: Ints = starts[each] + number * widths[each]
-    return firsts, node_of, params[each], n_off, node_kinds
+    return Grouping(firsts, stretches, node_of, kinds.params, params[each], n_off, node_kinds)
 
 
 def _read_tiles(run: Run, kinds: _Kinds) -> _RunTiles:
     nodes: dict[int, int] = {}
-    firsts: list[tuple[int, Stretch, int]] = []
-    stretches = []
+    found: list[tuple[int, list[Stretch], int]] = []
+    facts = []
     place = 0
     for stretch in run.tiles.stretches:
         params, n_tiles = stretch.params, stretch.n_tiles
         number, kind = kinds(params)
         node = nodes.setdefault(kind, len(nodes))
-        if node == len(firsts):
-            firsts.append((place, stretch, kind))
+        if node == len(found):
+            found.append((place, [], kind))
+        found[node][1].append(stretch)
         width = params["N_tile"] if n_tiles > 1 else 0
-        stretches.append((number, node, params.get("n_off", 0), width, n_tiles))
+        facts.append((number, node, params.get("n_off", 0), width, n_tiles))
         place += n_tiles
-    return _RunTiles(stretches, firsts)
+    return _RunTiles(facts, found)
 
 
 def _kind(params: Mapping[str, Any]) -> Hashable:
@@ -173,7 +173,8 @@ def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Nod
     known: dict[Hashable, int] = {}
     forms: list[Form] = []
     nodes = []
-    for task, kind, widest in zip(grouping.firsts, grouping.kinds, widest_tiles(grouping), strict=True):
+    for task, kind, stretches in zip(grouping.firsts, grouping.kinds, grouping.stretches, strict=True):
+        widest = max([each.params.get("N_tile", 0) for each in stretches])
         inputs = tuple([rows[number] for number in task.inputs])
         outputs = tuple([rows[number] for number in task.outputs])
         written = tuple([outputs.index(row) if row in outputs else None for row in inputs])
@@ -186,14 +187,6 @@ def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Nod
             forms.append(_form(task, ins, outs, written, widest))
         nodes.append(make_node(task, inputs, outputs, number))
     return nodes, forms
-
-
-def widest_tiles(grouping: Grouping) -> list[int]:
-    """The columns of each node's widest tile; 0 if its tasks have none."""
-    widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
-    widest = np.zeros(len(grouping.firsts), np.int64)
-    np.maximum.at(widest, grouping.node_of, widths[grouping.params_of])
-    return [int(width) for width in widest]
 
 
 def _form(

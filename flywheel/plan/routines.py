@@ -208,8 +208,9 @@ def _check_tiles(
     """Check that a recipe's matrix step computes exactly its tile, since its kernel writes rows of N_tile columns."""
     widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
     form_of = np.array([node.form for node in nodes], np.int64)[grouping.node_of]
-    pairs = np.unique(form_of * len(widths) + grouping.params_of)
-    for number, record in zip(*(each.tolist() for each in np.divmod(pairs, len(widths))), strict=True):
+    seen = np.zeros((len(routines), len(widths)), np.bool_)
+    seen[form_of, grouping.params_of] = True
+    for number, record in np.argwhere(seen).tolist():
         routine = routines[number]
         if routine.form.op is not InstructionKind.FUSED:
             continue
