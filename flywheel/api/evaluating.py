@@ -24,9 +24,8 @@ from flywheel.search.knowledge.chosen import notes_of_work
 from flywheel.search.knowledge.known import Known, best_known, known_document
 from flywheel.search.noise import Gain
 from flywheel.search.rows import result_columns
-from flywheel.search.settling import settle_names
 from flywheel.search.spec import check_measure
-from flywheel.search.workload import Workload, make_workload, notes_of_search, with_ranks
+from flywheel.search.workload import Workload, make_workload, notes_of_search, settle_names, with_ranks
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, config_from_document
 from flywheel.store.sql import read_store

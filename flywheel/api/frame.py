@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
 from flywheel.measure.record import COLUMNS, TrialRecord
-from flywheel.search.choices import choices_of
+from flywheel.search.space import choices_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series

@@ -73,7 +73,7 @@ def as_stored(model: str | None, gpu: str | None) -> dict[str, str | None]:
 
 def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
     """As `settle_names`; its notes go to stderr."""
-    from flywheel.search.settling import settle_names
+    from flywheel.search.workload import settle_names
 
     settled, notes = settle_names(who, named, schedule, announce)
     announce_notes(notes)

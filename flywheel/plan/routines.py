@@ -22,10 +22,10 @@ from flywheel.plan.checks import (
     scale_buffers,
 )
 from flywheel.plan.nodes import Grouping, Node, make_nodes
-from flywheel.plan.placing import Placement, place_values
 from flywheel.plan.ranks import RankPart
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.rules import steps_of
+from flywheel.plan.scratch import Placement, place_values
 from flywheel.plan.sharing import SharedOperands, shared_operands
 from flywheel.plan.staging import FRAGMENT_ROWS, PARTIALS_BYTES
 from flywheel.plan.step import ABSENT, Form, MatrixCoding, x_rows

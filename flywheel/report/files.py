@@ -10,10 +10,10 @@ from flywheel.measure.latency import curtailed
 from flywheel.measure.record import TrialRecord
 from flywheel.report.facts import gather
 from flywheel.report.page import page, pictures
-from flywheel.search.choices import choices_of
 from flywheel.search.gains import gains_document, gains_in_words, gains_of, workload_of
 from flywheel.search.knowledge.known import best_known
 from flywheel.search.provenance import schedule_text, search_command
+from flywheel.search.space import choices_of
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import Views
 from flywheel.store.sql import Store

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.errors import ConfigError, InvalidProgramError, UsageError
-from flywheel.ir import DType, InstructionKind, ScheduleConfig
+from flywheel.errors import ConfigError, FlywheelError, InvalidProgramError, UsageError
+from flywheel.ir import DType, InstructionKind, ScheduleConfig, config_from_dict
 from flywheel.ir.compressed import Use
 from flywheel.ir.show import did_you_mean
 from flywheel.lowering.fusion import patterns_of
 from flywheel.lowering.lower import lower
+from flywheel.measure.record import TrialRecord
 from flywheel.plan import kernel_variant, variant_of
 from flywheel.plan.features import features_of
 from flywheel.plan.variant import COPIES
@@ -30,7 +31,7 @@ from flywheel.search.knobs import (
     distance,
     rows_of,
 )
-from flywheel.search.workload import Workload
+from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
 
 Fixed = Mapping[str, str]
@@ -333,3 +334,28 @@ def check_runnable(space: Space) -> None:
             return
     if first is not None:
         raise InvalidProgramError(f"{space.workload.model}: no schedule has kernels: {first}")
+
+
+def choices_of(records: Iterable[TrialRecord]) -> list[dict[str, Value] | None]:
+    """The value of each knob in the config of each row, by name in the order of the space; None where the row's model
+    is not on this machine, or its config lies outside the search space of its work."""
+    spaces: dict[tuple[object, ...], Space | None] = {}
+    found = []
+    for record in records:
+        work = record.model, record.gpu, record.dtype, record.context, record.batch, record.weights
+        if work not in spaces:
+            spaces[work] = _space_of(record)
+        space = spaces[work]
+        choice = None if space is None else space.to_choice(config_from_dict(json.loads(record.config)))
+        found.append(choice if space is None or choice is None else
+                     {each.name: choice[each.name] for each in space.dimensions})  # fmt: skip
+    return found
+
+
+def _space_of(record: TrialRecord) -> Space | None:
+    try:
+        return make_space(
+            make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
+        )
+    except FlywheelError:
+        return None

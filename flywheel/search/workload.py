@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flywheel.decode.notes import Note, notes_of_model
 from flywheel.errors import ConfigError, FlywheelError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.show import did_you_mean
 from flywheel.measure.device import GENERIC
-from flywheel.models.catalog import has_checkpoint, model_name, model_path, resolve_model
+from flywheel.models.catalog import fetch_model, has_checkpoint, model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES, MAX_BATCH, decode_step
 from flywheel.models.footprint import check_fits
 from flywheel.models.formats import PLAIN, WeightFormats, parse_formats
@@ -21,6 +22,8 @@ from flywheel.models.graph import Graph
 from flywheel.models.hf import load_scheme
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.search.spec import DEFAULTS
+from flywheel.search.trials.device import default_gpu
 from flywheel.store.campaign import DEFAULT_CONTEXT, work_named
 from flywheel.store.schedule import Schedule
 
@@ -202,3 +205,27 @@ def notes_of_another(schedule: Schedule | None, spec: DecoderSpec) -> tuple[Note
 def default_context(spec: DecoderSpec) -> int:
     """The context of a workload for which none is given: 512, or the model's longest if that is less."""
     return min(DEFAULT_CONTEXT, spec.max_position)
+
+
+def settle_names(
+    who: str, named: Mapping[str, Any], schedule: Schedule | None, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], tuple[Note, ...]]:
+    """`named` (model, GPU, dtype, context, batch and weights), completed, and notes of a schedule that was found for
+    another model. What is named decides, then the schedule, then the GPU of this machine, the model's context and the
+    defaults. `tell` gets a line where the model is downloaded.
+
+    Raises UsageError, which names the command `who`, without a model or a GPU, and what looking up the model raises.
+    """
+    fallback = DEFAULTS if schedule is None else {name: getattr(schedule, name) for name in named}
+    if schedule is not None and schedule.weights == schedule.dtype:
+        fallback = {**fallback, "weights": None}  # unquantised weights follow the dtype
+    settled = {name: fallback.get(name) if value is None else value for name, value in named.items()}
+    if settled["model"] is None:
+        raise UsageError(f"{who}: no model; give --model, or an exported schedule")
+    settled["model"] = fetch_model(settled["model"], False, tell)
+    if settled["gpu"] is None:
+        settled["gpu"] = default_gpu(who)
+    spec = resolve_model(settled["model"])
+    if named["context"] is None and schedule is None:
+        settled["context"] = default_context(spec)
+    return settled, notes_of_another(schedule, spec)

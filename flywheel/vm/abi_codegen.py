@@ -32,7 +32,7 @@ from flywheel.ir import (
 from flywheel.ir.operations import PRODUCTS, Kernel
 from flywheel.plan import kernels
 from flywheel.plan.formats import FORMATS, UNIT_ALIGNMENT, Code, ScalePlacement
-from flywheel.plan.placing import SPILLED
+from flywheel.plan.scratch import SPILLED
 from flywheel.plan.staging import (
     FRAGMENT_K,
     FRAGMENT_ROWS,

@@ -14,8 +14,8 @@ from flywheel.ir import PARAM_FIELDS, BufferKind, InstructionKind, KvRows
 from flywheel.plan.formats import ScalePlacement
 from flywheel.plan.kernels import KERNELS
 from flywheel.plan.operands import Held, Staging
-from flywheel.plan.placing import Placement
 from flywheel.plan.routine import Routine
+from flywheel.plan.scratch import Placement
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, PlannedStep, adds_columns, look, names_columns, x_rows
 from flywheel.vm.abi import InstructionFlag, StepFlag, numpy_struct

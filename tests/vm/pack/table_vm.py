@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.operations import PRODUCTS
-from flywheel.plan.placing import SPILLED
+from flywheel.plan.scratch import SPILLED
 from flywheel.plan.staging import PARTIALS_BYTES, WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.tensors import TORCH_DTYPES
