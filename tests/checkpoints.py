@@ -1,4 +1,5 @@
-"""Tiny quantised checkpoints of every kind that is read, written as their formats' public descriptions have them."""
+"""Tiny checkpoints: quantised ones of every kind that is read, written as their formats' public descriptions have them,
+and a llama of bytes."""
 
 from __future__ import annotations
 
@@ -189,3 +190,22 @@ def write(folder: Path, kind: str, group: int = 32, **changes: Any) -> dict[str,
         tensors |= {f"{key.removesuffix('weight')}{end}": part for end, part in parts.items()}
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
     return meant
+
+
+def bytes_llama(folder: Path, positions: int) -> None:
+    """A small random llama as transformers saves it, in float32, with a tokenizer of bytes; its end is token 259."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=260, max_position_embeddings=positions, initializer_range=0.15, bos_token_id=None, eos_token_id=259,
+        pad_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
