@@ -27,8 +27,6 @@ from flywheel.vm.gpu.nvrtc import nvrtc_version
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "results" / "gpu" / "conformance.txt"
 OUTCOMES = ("passed", "failed", "skipped")
-MOST_NAMED = 50
-"""Failures that the record lists."""
 
 
 def main() -> int:

@@ -87,11 +87,6 @@ class KernelVariant:
             )
 
     @property
-    def ring_bytes(self) -> int:
-        """Bytes of weights that the ring holds."""
-        return self.chunk_bytes * self.ring_slots
-
-    @property
     def chunk_groups(self) -> int:
         """Groups of matrix warps. Chunks are dealt out to them in turn."""
         return chunk_groups(self.matrix_warps, self.chunk_warps, self.ring_slots)

@@ -203,9 +203,18 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("path", "value"), MALFORMED, ids=[f"{path}={value!r:.20}" for path, value in MALFORMED])
 def test_a_malformed_field_is_a_format_error_that_names_it(path: str, value: Any, spec_sample: dict[str, Any]) -> None:
-    _at(spec_sample, path, value)
+    _is_refused_by_name(spec_sample, path, value)
+
+
+def test_a_malformed_recipe_is_a_format_error_that_names_the_field(tiny: MegakernelProgram) -> None:
+    for path, value in MALFORMED_RECIPES:
+        _is_refused_by_name(program_to_dict(tiny), path, value)
+
+
+def _is_refused_by_name(data: dict[str, Any], path: str, value: Any) -> None:
+    _at(data, path, value)
     with pytest.raises(IrFormatError) as caught:
-        program_from_dict(spec_sample)
+        program_from_dict(data)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     named = [part for part in path.split(".") if not part.isdigit()]

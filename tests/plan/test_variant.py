@@ -15,8 +15,9 @@ H100 = TARGETS["h100"]
 def test_the_ring_takes_what_staging_and_reserve_leave() -> None:
     variant = kernel_variant(ScheduleConfig(), H100, 16384)
     assert variant.smem_bytes == H100.smem_bytes_per_block_optin
-    assert variant.ring_bytes + 16384 + RESERVED_BYTES <= variant.smem_bytes
-    assert variant.ring_bytes + variant.chunk_bytes + 16384 + RESERVED_BYTES > variant.smem_bytes
+    ring_bytes = variant.chunk_bytes * variant.ring_slots
+    assert ring_bytes + 16384 + RESERVED_BYTES <= variant.smem_bytes
+    assert ring_bytes + variant.chunk_bytes + 16384 + RESERVED_BYTES > variant.smem_bytes
     assert (variant.threads, variant.matrix_warps, variant.vector_warps, variant.prefetch_depth) == (256, 3, 3, 2)
     assert variant.sm_arch == 90
 

@@ -50,8 +50,6 @@ class Swept:
 MAX_CLASHES: Final = 50_000
 """Clashes after which a sweep ends."""
 
-NO_TOUCHES: Final = Touches()
-
 _By = dict[int, list[int]]
 """Counter -> positions of the steps that signal it. They have the same order with any other step."""
 
