@@ -28,7 +28,9 @@ from flywheel.search.knobs import (
     Choice,
     Knob,
     Value,
+    blocks_of,
     distance,
+    makes_operand,
     rows_of,
 )
 from flywheel.search.workload import Workload, make_workload
@@ -46,6 +48,8 @@ class Dimension:
     values: tuple[Value, ...]
     ordered: bool
 
+
+_PRODUCT: Final = InstructionKind.GEMV_TILE
 
 _ROWS: Final = MappingProxyType(
     {
@@ -234,7 +238,8 @@ class Space:
     def kernel_features(self) -> tuple[str, ...]:
         """What these kernels need that most do not, as KernelVariant has it."""
         blocks = self.workload.graph.blocks
-        return features_of(Use(op.kind, range(len(op.inputs)), op.params) for block in blocks for op in block.ops)
+        used = (Use(op.kind, range(len(op.inputs)), op.params) for block in blocks for op in block.ops)
+        return features_of(used, rows=self.workload.batch)
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(rows_of(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])
@@ -266,13 +271,17 @@ def groups_of(workload: Workload) -> dict[tuple[str, int], Groups]:
 
 
 def _levels(workload: Workload, knob: Knob) -> tuple[Value, ...]:
-    """The values of a knob that fuse what no lower one does."""
+    """The values of a knob that fuse what no lower one does, and make no operand that shared memory has no room for."""
     groups = groups_of(workload)
     kinds = {op.name: op.kind for block in workload.graph.blocks for op in block.ops}
+    depths = {op.name: op.params["K"] for block in blocks_of(workload) for op in block.ops if op.kind is _PRODUCT}
     found: dict[tuple[tuple[str, ...], ...], Value] = {}
     for value in knob.values(workload):
         own = groups.get((knob.name, int(value)), ())
-        fused = [names for names in own if {kinds.get(name) for name in names} != {InstructionKind.GEMV_TILE}]
+        made = [depths[name] for names in own for name in names if name in depths and names[0] not in depths]
+        if not all(makes_operand(workload, depth) for depth in made):
+            continue
+        fused = [names for names in own if {kinds.get(name) for name in names} != {_PRODUCT}]
         found.setdefault(tuple([names for names in fused if len(names) > 1]), value)
     return tuple(found.values())
 
