@@ -52,8 +52,7 @@ class Consumer:
     number of warps: it is half of `bytes_per_us` at `half_warps`. Arithmetic outside the tensor cores runs at
     `flops_per_warp_us` per warp, at the same time as the bytes. A warp decodes quantised weights before it multiplies
     them. For these, the part of the time that more warps shorten is `fp8_times`, `int8_times` or `int4_times` that of
-    BF16's bytes. A warp multiplies more than eight rows in two tiles, which is taken for twice that time: no campaign
-    shows it.
+    BF16's bytes.
     """
 
     chunk_us: float
@@ -67,7 +66,7 @@ class Consumer:
     def chunks_us(self, nbytes: int, variant: KernelVariant, codes: Sequence[DType] = ()) -> float:
         """The time for the chunks of `nbytes` bytes of matrices, quantised to `codes`."""
         rounds = ceil(nbytes / variant.chunk_bytes / variant.chunk_groups)
-        own = min(nbytes, rounds * variant.chunk_bytes) * self.half_warps * variant.row_tiles / variant.chunk_warps
+        own = min(nbytes, rounds * variant.chunk_bytes) * self.half_warps / variant.chunk_warps
         own *= max([self._times(each) for each in codes], default=1.0)
         return rounds * self.chunk_us + (nbytes + own) / self.bytes_per_us
 

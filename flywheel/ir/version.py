@@ -16,9 +16,9 @@ ABI_MAX_OUTPUTS: Final = 4
 ABI_MAX_WAITS: Final = 8
 ABI_MAX_RANK: Final = 4
 
-ABI_MAX_ROWS: Final = 16
-"""Rows of x that one matrix step multiplies: the columns of two fragments of x. A decode step has at most as many
-sequences."""
+ABI_MAX_ROWS: Final = 8
+"""Rows of x that one matrix step multiplies, which are the columns of a fragment of x. A decode step has at most as
+many sequences."""
 
 NO_TOKEN: Final = -1
 """What SAMPLE_ARGMAX chooses where the largest logit is NaN or infinite."""

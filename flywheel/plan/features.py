@@ -12,7 +12,6 @@ from flywheel.ir.compressed import Use
 from flywheel.ir.operations import ATTENTIONS, PRODUCTS
 from flywheel.ir.recipe import Recipe
 from flywheel.plan.kernels import HEAD_DIMS, USUAL_HEAD_DIMS
-from flywheel.plan.staging import TILE_ROWS
 
 _K = InstructionKind
 
@@ -29,7 +28,6 @@ ADD_BY: Final = "ADD_BY"
 NORM_PLAIN: Final = "NORM_PLAIN"
 LONG_HEADS: Final = "LONG_HEADS"
 PAST: Final = "PAST"
-MANY_ROWS: Final = "MANY_ROWS"
 
 HEADS: Final = {size: f"HEADS_{size}" for size in HEAD_DIMS}
 """Attention on tensor cores to heads of a size."""
@@ -39,20 +37,18 @@ _USUAL: Final = frozenset(HEADS[size] for size in USUAL_HEAD_DIMS)
 
 FEATURES: Final = (
     GELU_MUL, NORM_OFFSET, EMBED_SCALE, PRODUCT_SCALE, PRODUCT_CAP, ATTENTION_CAP, ROPE_SCALE, WINDOW,
-    *HEADS.values(), LAYERNORM, ADD_BY, NORM_PLAIN, LONG_HEADS, PAST, MANY_ROWS,
+    *HEADS.values(), LAYERNORM, ADD_BY, NORM_PLAIN, LONG_HEADS, PAST,
 )  # fmt: skip
 """All of them. `macros_of` has their macros."""
 
 
-def features_of(tasks: Iterable[Task | Use], streams_past: bool = False, rows: int = 1) -> tuple[str, ...]:
-    """The features that tasks ask for, in the order of FEATURES, PAST where the schedule `streams_past`, and MANY_ROWS
-    where a product has more `rows` than a tile.
+def features_of(tasks: Iterable[Task | Use], streams_past: bool = False) -> tuple[str, ...]:
+    """The features that tasks ask for, in the order of FEATURES, and PAST where the schedule `streams_past`.
 
     The usual sizes of heads are none, unless there is another, or PAST: then a kernel has code for just the sizes that
     are named, since one of all sizes needs more registers than there are.
     """
     found: set[str] = {PAST} if streams_past else set()
-    found |= {MANY_ROWS} if rows > TILE_ROWS else set()
     for task in tasks:
         recipe = task.params.get("recipe")
         alone = not isinstance(recipe, Recipe)

@@ -27,7 +27,7 @@ from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.rules import steps_of
 from flywheel.plan.scratch import Placement, place_values
 from flywheel.plan.sharing import SharedOperands, shared_operands
-from flywheel.plan.staging import FRAGMENT_ROWS, TILE_ROWS
+from flywheel.plan.staging import FRAGMENT_ROWS, PARTIALS_BYTES
 from flywheel.plan.step import ABSENT, Form, MatrixCoding, x_rows
 from flywheel.plan.variant import KernelVariant
 
@@ -71,7 +71,7 @@ def routines_of(
     _check_loose(nodes, routines, buffers, weights, coded)
     if part is not None:
         check_arrivals(nodes, routines, buffers, part.arrived)
-    lanes, position_rows = _position_rows(grouping.params, variant)
+    lanes, position_rows = _position_rows(grouping.params)
     _check_tiles(program, grouping, nodes, routines)
     arrived = part.arrived if part is not None else frozenset[int]()
     return Routines(
@@ -132,12 +132,11 @@ def _pass_blocks(routines: Sequence[Routine], variant: KernelVariant) -> int:
     """The number of row blocks whose partial sums fit half of the partials, the same for all matrix steps."""
     rows = [x_rows(each.steps[place], each.steps, each.form) for each in routines for place in each.matrices]
     most = max(rows, default=1)
-    room = variant.partials_bytes // 2
-    blocks = room // (variant.matrix_warps * FRAGMENT_ROWS * 4 * most)
+    blocks = PARTIALS_BYTES // 2 // (variant.matrix_warps * FRAGMENT_ROWS * 4 * most)
     if blocks < 1:
         raise InvalidProgramError(
             f"program: partial sums of {most} rows by {variant.matrix_warps} matrix warps do not fit "
-            f"{room} bytes"
+            f"{PARTIALS_BYTES // 2} bytes"
         )
     return blocks
 
@@ -193,17 +192,13 @@ def _check_loose(
                 )
 
 
-def _position_rows(
-    params: Sequence[Mapping[str, Any]], variant: KernelVariant
-) -> tuple[int, npt.NDArray[np.int32]]:
+def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, npt.NDArray[np.int32]]:
     """(lanes of each sequence, index of the launch's position for tasks with each params record). Raises
-    InvalidProgramError for more positions than a launch has: eight, unless products have more rows."""
+    InvalidProgramError for more positions than a launch has."""
     lanes = 1 + max((each.get("lane", 0) for each in params), default=0)
     rows = [each.get("sequence", 0) * lanes + each.get("lane", 0) for each in params]
-    most = variant.row_tiles * TILE_ROWS
-    if max(rows, default=0) >= most:
-        of = "" if most == ABI_MAX_ROWS else f", since no product has more than {most}"
-        raise InvalidProgramError(f"program: its sequences and lanes make {max(rows) + 1} rows, at most {most}{of}")
+    if max(rows, default=0) >= ABI_MAX_ROWS:
+        raise InvalidProgramError(f"program: its sequences and lanes make {max(rows) + 1} rows, at most {ABI_MAX_ROWS}")
     return lanes, np.array(rows, np.int32)
 
 

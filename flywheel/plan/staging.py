@@ -21,7 +21,7 @@ MAX_STAGED_BYTES: Final = 64 * 1024
 a longer result of a task's own steps."""
 
 MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
-"""Largest size for several rows that a task makes itself: eight rows of 8192 halves or 16 of 4096, with padding."""
+"""Largest size for several rows that a task makes itself: eight rows of 8192 halves, with padding."""
 
 MAX_INPUT_ROWS_BYTES: Final = 36 * 1024
 """Largest size for an input of several rows, unless another operand of the program needs a larger area. To enlarge the
@@ -47,11 +47,8 @@ FRAGMENT_K: Final = 16
 """A weight fragment is FRAGMENT_ROWS x FRAGMENT_K elements, which 32 lanes hold 8 each. Operands are padded to whole
 ones."""
 
-TILE_ROWS: Final = 8
-"""Rows of an operand that a fragment of it has, as its columns."""
-
 PARTIALS_BYTES: Final = 8 * 1024
-"""Shared memory for the partial sums of matrix steps of up to TILE_ROWS rows: two passes."""
+"""Shared memory for the partial sums of matrix steps: two passes."""
 
 SLICE_K: Final = 2 * FRAGMENT_K
 """Slices are multiples of so many columns of K. An even number of fragments puts several rows into different banks."""
@@ -93,12 +90,6 @@ def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False, coded
     """
     each = depth if made else slice_depth(dtype, rows, depth, coded)
     return min(_bytes_of(dtype, rows, each), _most_staged(rows))
-
-
-def made_bytes(dtype: DType, rows: int, depth: int) -> int | None:
-    """Bytes of a product's operand [rows, depth] that its own task makes; None where no staging area is that large."""
-    nbytes = _bytes_of(dtype, rows, depth)
-    return nbytes if nbytes <= _most_staged(rows) else None
 
 
 def _bytes_of(dtype: DType, rows: int, depth: int) -> int:

@@ -7,26 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import ABI_MAX_ROWS, GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.ir.compressed import Run, Use, brief_of, uses_by_recipe
 from flywheel.ir.program import once
-from flywheel.plan.features import MANY_ROWS, features_of
+from flywheel.plan.features import features_of
 from flywheel.plan.formats import Coding, slot_bytes
-from flywheel.plan.staging import (
-    MIN_STAGED_BYTES,
-    PARTIALS_BYTES,
-    TILE_ROWS,
-    codings_of,
-    operands_of,
-    rows_of,
-    staged_bytes,
-)
+from flywheel.plan.staging import MIN_STAGED_BYTES, codings_of, operands_of, rows_of, staged_bytes
 
 RESERVED_BYTES: Final = 16 * 1024
-"""Shared memory for barriers, instruction words, reductions, and partial sums of up to TILE_ROWS rows."""
-
-MANY_ROWS_BYTES: Final = PARTIALS_BYTES + 1024
-"""What a kernel for more than TILE_ROWS rows reserves beyond that."""
+"""Shared memory for barriers, instruction words, partial sums and reductions."""
 
 MIN_RING_SLOTS: Final = 2
 
@@ -103,16 +92,6 @@ class KernelVariant:
         return chunk_groups(self.matrix_warps, self.chunk_warps, self.ring_slots)
 
     @property
-    def row_tiles(self) -> int:
-        """Tiles of TILE_ROWS rows that the kernel has room for, each of which multiplies every fragment of weights."""
-        return ABI_MAX_ROWS // TILE_ROWS if MANY_ROWS in self.features else 1
-
-    @property
-    def partials_bytes(self) -> int:
-        """Shared memory for the partial sums of two passes."""
-        return PARTIALS_BYTES * self.row_tiles
-
-    @property
     def vector_warps(self) -> int:
         """Warps that do all other work."""
         return self.threads // WARP - 2 - self.matrix_warps
@@ -124,12 +103,11 @@ def chunk_groups(matrix_warps: int, chunk_warps: int, ring_slots: int) -> int:
 
 
 def kernel_variant(
-    config: ScheduleConfig, target: GpuTarget, staged: int, codings: Sequence[Coding] = (), rows: int = 1
+    config: ScheduleConfig, target: GpuTarget, staged: int, codings: Sequence[Coding] = ()
 ) -> KernelVariant:
     """The variant that `config` asks for on `target`, with `staged` bytes of activations on chip, or the minimum.
 
-    The ring has room for chunks of the formats `codings`, with as many bytes of codes as the config says, beside the
-    partial sums of up to `rows` rows.
+    The ring has room for chunks of the formats `codings`, with as many bytes of codes as the config says.
     `smem_bytes_per_block = 0` takes the maximum that the GPU allows per block. Raises ConfigError if a bound is broken.
     """
     limit = target.smem_bytes_per_block_optin
@@ -144,7 +122,7 @@ def kernel_variant(
         raise ConfigError(f"pipelining_depth={config.pipelining_depth} is not in 0..1024")
     by_data = _by_data(config)
     staged = max(staged, MIN_STAGED_BYTES)
-    room = smem - staged - RESERVED_BYTES - (MANY_ROWS_BYTES if rows > TILE_ROWS else 0)
+    room = smem - staged - RESERVED_BYTES
     matrix_warps, chunk_warps = _warps(config)
     stream = config.tiling.get("stream", {})
     asked = stream.get("chunk_bytes")
@@ -213,9 +191,8 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     uses = list(uses_by_recipe(brief.runs))
     operands = operands_of(uses, brief.buffers)
     config = program.config or ScheduleConfig()
-    rows = max([operand.rows for operand in operands], default=1)
-    variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands), rows)
-    features = features_of([*uses, *_moving(brief.runs)], variant.streams_past, rows)
+    variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands))
+    features = features_of([*uses, *_moving(brief.runs)], variant.streams_past)
     return replace(variant, rows=rows_of(operands), features=features)
 
 

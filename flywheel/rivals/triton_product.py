@@ -1,4 +1,4 @@
-"""A product with an int4 matrix as a Triton kernel, for one to 16 rows.
+"""A product with an int4 matrix as a Triton kernel, for one to eight rows.
 
 Import it only where triton is installed. A matrix [N, K] is packed once. A block of 8 rows and 512 columns is 512 words
 of 32 bits, in the order in which tensor cores take their first operand (`mma.m16n8k16`), so that a thread loads 16
@@ -27,7 +27,7 @@ from flywheel.rivals.lineup import WORDS_GROUP
 from flywheel.rivals.products import Coded, Words
 
 ROWS: Final = 8
-"""Rows of a block of the matrix. The first operand of a product has up to as many, or up to twice as many."""
+"""The most rows of a product's first operand, and the rows of a block of the matrix."""
 
 _COLUMNS: Final = 512
 """Columns of a block."""
@@ -88,7 +88,7 @@ def _words(numbers: Tensor) -> Tensor:
 
 @torch.library.custom_op("flywheel::multiply_words", mutates_args=(), device_types="cuda")
 def multiply_words(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """x [1..16, K] in a half type times the transpose of a matrix in the layout of `Words` -> [rows, N]. The first
+    """x [1..8, K] in a half type times the transpose of a matrix in the layout of `Words` -> [rows, N]. The first
     product of a shape times CONFIGS, so it must not be captured. Raises KernelCompileError."""
     try:
         return launch(_product, x, Words(words, scales, zeros), {})
@@ -113,8 +113,7 @@ def launch(kernel: Any, x: Tensor, matrix: Words, config: dict[str, Any]) -> Ten
 
     kernel[grid](
         x.contiguous(), matrix.words, matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros, made,
-        magic, height, width, ROWS_OF_X=rows, X_TILE=ROWS if rows <= ROWS else 2 * ROWS,
-        HAS_ZEROS=matrix.zeros is not None, OFFSET=offset, **config,
+        magic, height, width, ROWS_OF_X=rows, HAS_ZEROS=matrix.zeros is not None, OFFSET=offset, **config,
     )  # fmt: skip
     return made
 
@@ -132,8 +131,7 @@ def chosen_configs(rows: int) -> tuple[str, ...]:
 @triton.jit(do_not_specialize=["magic"])  # type: ignore[untyped-decorator]
 def _product_kernel(  # type: ignore[no-untyped-def]
     x_ptr, words_ptr, scales_ptr, zeros_ptr, made_ptr, magic, height, width,
-    ROWS_OF_X: tl.constexpr, X_TILE: tl.constexpr, HAS_ZEROS: tl.constexpr, OFFSET: tl.constexpr,
-    BLOCKS: tl.constexpr, WARPS: tl.constexpr,
+    ROWS_OF_X: tl.constexpr, HAS_ZEROS: tl.constexpr, OFFSET: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes 8 BLOCKS columns of the result. Its warps take turns with blocks of 512 columns of the matrix.
 
@@ -152,10 +150,10 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     start = (block.to(tl.int64) * n_wide + own) * 512 + part_of // WARPS % 4 * 128
     words_at = words_ptr + start[:, None] + tl.arange(0, 128)[None, :]
     column = warp[:, None, None] * 512 + tl.arange(0, 128)[None, :, None]
-    row_of_x = tl.arange(0, X_TILE)[None, None, :]
+    row_of_x = tl.arange(0, 8)[None, None, :]
     one = tl.full((WARPS, TALL, 64), 1.0, tl.float32).to(dtype)
     ones = tl.reshape(tl.join(one, one), (WARPS, TALL, 128))  # so that it has the layout of the numbers
-    sums = tl.zeros((WARPS, TALL, X_TILE), tl.float32)
+    sums = tl.zeros((WARPS, TALL, 8), tl.float32)
     for first in tl.range(0, n_wide, WARPS):
         live = first + warp < n_wide
         loaded = tl.load(words_at + first * 512, mask=(first + own < n_wide)[:, None], other=0)
@@ -177,8 +175,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
                 sums += (part - (zero + OFFSET)[:, :, None] * total) * scale[:, :, None]
             else:
                 sums += (part - total * OFFSET) * scale[:, :, None]
-    made_at = made_ptr + tl.arange(0, X_TILE)[None, :] * height + row[:, None]
-    stored = (row < height)[:, None] & (tl.arange(0, X_TILE) < ROWS_OF_X)[None, :]
+    made_at = made_ptr + tl.arange(0, 8)[None, :] * height + row[:, None]
+    stored = (row < height)[:, None] & (tl.arange(0, 8) < ROWS_OF_X)[None, :]
     tl.store(made_at, tl.sum(sums, 0).to(dtype), mask=stored)
 
 

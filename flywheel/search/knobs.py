@@ -16,7 +16,7 @@ from flywheel.models.graph import Tensor
 from flywheel.plan import KernelVariant, kernel_variant
 from flywheel.plan.formats import Coding, coding_of, in_order
 from flywheel.plan.kernels import MAX_STREAMED_HEADS, USUAL_HEAD_DIMS
-from flywheel.plan.staging import made_bytes, operand_bytes
+from flywheel.plan.staging import operand_bytes
 from flywheel.plan.variant import WARP
 from flywheel.search.workload import Workload
 
@@ -112,7 +112,7 @@ def _inflight(workload: Workload) -> list[Value]:
             "warps": {"matrix": int(GOOD_ON_H200["matrix"]), "chunk": int(GOOD_ON_H200["share"])},
         }
         config = ScheduleConfig(tiling, threads_per_block=int(GOOD_ON_H200["threads"]), smem_bytes_per_block=limit)
-        return kernel_variant(config, workload.target, staged, codings, workload.batch).inflight_chunks
+        return kernel_variant(config, workload.target, staged, codings).inflight_chunks
 
     least = {under_way(size * 1024): size * 1024 for size in (128, 96, 64, 48, 32)}  # of sizes that mean the same
     return sorted(least.values())
@@ -130,29 +130,13 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     """The variant with so much shared memory and chunks of that size. Raises ConfigError where no ring fits."""
     graph, spec = workload.graph, workload.spec
     attended = [own.n_heads // workload.ranks * own.head_dim for own in spec.layer_kinds]
-    of_norms_and_attention = {spec.hidden, *attended}
-    made = {depth for depth in of_norms_and_attention if makes_operand(workload, depth)}
+    made = spec.hidden, *attended  # of norms, and of attention
     codings = _codings(workload)
     staged = max(
         operand_bytes(graph.dtype, graph.batch, depth, depth in made, bool(codings)) for depth in _depths(workload)
     )
     config = ScheduleConfig({"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
-    return kernel_variant(config, workload.target, staged, codings, workload.batch)
-
-
-def makes_operand(workload: Workload, depth: int) -> bool:
-    """Whether a product's task can make its operand of `depth` columns itself. It is then in shared memory as a whole,
-    beside the least ring."""
-    graph, target = workload.graph, workload.target
-    staged = made_bytes(graph.dtype, graph.batch, depth)
-    least = ScheduleConfig({"stream": {"chunk_bytes": 4096}}, smem_bytes_per_block=target.smem_bytes_per_block_optin)
-    if staged is None:
-        return False
-    try:
-        kernel_variant(least, target, staged, _codings(workload), graph.batch)
-    except ConfigError:
-        return False
-    return True
+    return kernel_variant(config, workload.target, staged, codings)
 
 
 def check_kernels(workload: Workload) -> None:

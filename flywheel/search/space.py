@@ -28,9 +28,7 @@ from flywheel.search.knobs import (
     Choice,
     Knob,
     Value,
-    blocks_of,
     distance,
-    makes_operand,
     rows_of,
 )
 from flywheel.search.workload import Workload, make_workload
@@ -48,8 +46,6 @@ class Dimension:
     values: tuple[Value, ...]
     ordered: bool
 
-
-_PRODUCT: Final = InstructionKind.GEMV_TILE
 
 _ROWS: Final = MappingProxyType(
     {
@@ -238,8 +234,7 @@ class Space:
     def kernel_features(self) -> tuple[str, ...]:
         """What these kernels need that most do not, as KernelVariant has it."""
         blocks = self.workload.graph.blocks
-        used = (Use(op.kind, range(len(op.inputs)), op.params) for block in blocks for op in block.ops)
-        return features_of(used, rows=self.workload.batch)
+        return features_of(Use(op.kind, range(len(op.inputs)), op.params) for block in blocks for op in block.ops)
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(rows_of(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])
@@ -271,17 +266,13 @@ def groups_of(workload: Workload) -> dict[tuple[str, int], Groups]:
 
 
 def _levels(workload: Workload, knob: Knob) -> tuple[Value, ...]:
-    """The values of a knob that fuse what no lower one does, and make no operand that shared memory has no room for."""
+    """The values of a knob that fuse what no lower one does."""
     groups = groups_of(workload)
     kinds = {op.name: op.kind for block in workload.graph.blocks for op in block.ops}
-    depths = {op.name: op.params["K"] for block in blocks_of(workload) for op in block.ops if op.kind is _PRODUCT}
     found: dict[tuple[tuple[str, ...], ...], Value] = {}
     for value in knob.values(workload):
         own = groups.get((knob.name, int(value)), ())
-        made = [depths[name] for names in own for name in names if name in depths and names[0] not in depths]
-        if not all(makes_operand(workload, depth) for depth in made):
-            continue
-        fused = [names for names in own if {kinds.get(name) for name in names} != {_PRODUCT}]
+        fused = [names for names in own if {kinds.get(name) for name in names} != {InstructionKind.GEMV_TILE}]
         found.setdefault(tuple([names for names in fused if len(names) > 1]), value)
     return tuple(found.values())
 

@@ -121,7 +121,7 @@ class Decoder:
 
         With `lookup`, a launch also decodes up to that many draft tokens of each sequence, found in its text so far.
         Greedy text does not change, and requests may opt out (`Sampling.lookup`). `max_sequences` times 1 + `lookup` is
-        at most 16.
+        at most 8.
 
         A bundle (docs/bundle.md) fixes the model, GPU and schedule, and needs no torch. `weights` is then its
         checkpoint's directory, or tensors on the GPU. They are compared with the weights that the bundle was made for:

@@ -43,7 +43,7 @@ from flywheel.plan.staging import (
     X_BLOCK,
 )
 from flywheel.plan.step import ABSENT, MAX_STEPS, RESULT_REF, Epilogue
-from flywheel.plan.variant import MANY_ROWS_BYTES, MAX_RING_SLOTS, RESERVED_BYTES, WARP
+from flywheel.plan.variant import MAX_RING_SLOTS, RESERVED_BYTES, WARP
 from flywheel.vm import abi
 
 CUDA: Final = Path(__file__).parent / "cuda"
@@ -91,7 +91,6 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_PEERS_SHIFT": abi.PEERS_SHIFT,
         "FW_RESERVED_BYTES": RESERVED_BYTES,
         "FW_PARTIALS_BYTES": PARTIALS_BYTES,
-        "FW_MANY_ROWS_BYTES": MANY_ROWS_BYTES,
         "FW_MIN_STAGED_BYTES": MIN_STAGED_BYTES,
         "FW_WORK_BYTES": WORK_BYTES,
         "FW_MAX_RING_SLOTS": MAX_RING_SLOTS,

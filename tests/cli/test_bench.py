@@ -303,7 +303,7 @@ def test_a_schedule_brings_its_model_and_context(run: Run, l4: type[FakeContests
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((*WORK, "--config", "config.json", "--batch", "1,17"), "batch 17 is not in 1..16"),
+        ((*WORK, "--config", "config.json", "--batch", "1,9"), "batch 9 is not in 1..8"),
         ((*WORK, "--batch", "two"), "'two' is not a list of integers"),
         ((*WORK, "--against", "cublas,magic"), "'magic' is not one of cublas, compile, compile-inline"),
         ((*WORK, "--context", "512,1"), "--context 1 is not at least 2: a token must attend to another one"),

@@ -149,7 +149,7 @@ def test_a_file_that_is_named_as_a_gpu_does_not_hide_it(run: Run) -> None:
         ({"measured": {"p10_us": 5, "median_us": 4, "p90_us": 6}}, "not in ascending order"),
         ({"measured": None, "predicted": {"latency_us": True}}, "predicted.latency_us is True, no time in us"),
         ({"batch": 0}, "batch is 0, less than 1"),
-        ({"batch": 99}, "batch 99 is not in 1..16"),
+        ({"batch": 99}, "batch 99 is not in 1..8"),
         ({"context": -1}, "context is -1, less than 1"),
         ({"gpu": "zz"}, "GPU 'zz' is not one of"),
         ({"gpu": "999999xh200"}, "GPU '999999xh200'"),

@@ -86,7 +86,7 @@ SPANS = {"whole": [(0, 80)], "odd": [(0, 5), (5, 16), (21, 58), (79, 1)]}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 8), (BF16, 12), (F16, 1), (F16, 3), (F16, 16)])
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 8), (F16, 1), (F16, 3)])
 @pytest.mark.parametrize(("depth", "spans"), [(128, "odd"), (1024, "odd"), (1280, "whole"), (2048, "odd")])
 def test_products_of_each_format(
     check_gpu: Conform, name: str, dtype: DType, rows: int, depth: int, spans: str

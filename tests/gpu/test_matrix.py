@@ -54,7 +54,7 @@ def test_gemv_of_many_chunks_and_passes(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("spans", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("depth", [16, 40, 512])
 @pytest.mark.parametrize("biased", [False, True])
@@ -81,10 +81,7 @@ def test_a_matrix_may_be_wider_than_its_operand(
     check_gpu(buffers, tiles("GEMM_TILE", ["x", "w"], SPLITS["odd"], K=depth, M_tile=rows))
 
 
-LONG = {
-    "one row": (1, 100000), "an odd row": (1, 50001), "rows": (8, 14336), "odd rows": (7, 20011),
-    "12 rows": (12, 14336), "16 rows": (16, 14336),
-}  # fmt: skip
+LONG = {"one row": (1, 100000), "an odd row": (1, 50001), "rows": (8, 14336), "odd rows": (7, 20011)}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -108,9 +105,7 @@ def test_operands_longer_than_the_staging_area(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    ("rows", "depth"), [(8, 3840), (4, 7680), (8, 4096), (3, 4100), (2, 8191), (16, 3840), (11, 4096)]
-)
+@pytest.mark.parametrize(("rows", "depth"), [(8, 3840), (4, 7680), (8, 4096), (3, 4100), (2, 8191)])
 @pytest.mark.parametrize("threads", [192, 448])
 def test_short_slices_that_take_each_other_s_place(
     check_gpu: Conform, monkeypatch: pytest.MonkeyPatch, dtype: DType, rows: int, depth: int, threads: int

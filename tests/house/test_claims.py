@@ -54,7 +54,7 @@ BRACKETS = re.compile(r"[\[\]…]|\.\.\.")
 OTHERS = {"--num-cpus", "--load-format", "--emulate-gpu"}
 """Options of ray, vLLM and pytest of which the docs speak."""
 
-NUMBERS = {3: "three", 5: "five", 8: "eight", 12: "twelve", 16: "16"}
+NUMBERS = {3: "three", 5: "five", 8: "eight", 12: "twelve"}
 MIB = 2**20
 
 

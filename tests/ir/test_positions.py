@@ -90,5 +90,5 @@ def test_tasks_of_two_sequences_that_share_a_cache_are_refused(tiny: MegakernelP
     assert {finding.code for finding in validate(apart, strict=True).errors} == {"kv-sequence"}
     together = with_task(with_task(apart, 105, params={"sequence": 1}), 106, params={"sequence": 1})
     assert validate(together, strict=True).ok
-    far = with_task(tiny, 107, params={"sequence": 16})
+    far = with_task(tiny, 107, params={"sequence": 8})
     assert {finding.code for finding in validate(far, strict=True).errors} == {"bad-param"}

@@ -6,11 +6,8 @@ import pytest
 
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig
-from flywheel.lowering.lower import lower
-from flywheel.models.decoder import decode_step
-from flywheel.models.spec import DecoderSpec
 from flywheel.plan import kernel_variant, variant_of
-from flywheel.plan.variant import MANY_ROWS_BYTES, RESERVED_BYTES
+from flywheel.plan.variant import RESERVED_BYTES
 
 H100 = TARGETS["h100"]
 
@@ -29,18 +26,6 @@ def test_a_config_names_its_chunk() -> None:
     config = ScheduleConfig(tiling={"stream": {"chunk_bytes": 8192}}, smem_bytes_per_block=65536)
     variant = kernel_variant(config, H100, 0)
     assert (variant.smem_bytes, variant.chunk_bytes, variant.ring_slots) == (65536, 8192, 4)
-
-
-@pytest.mark.parametrize(("batch", "features"), [(8, ()), (9, ("MANY_ROWS",)), (16, ("MANY_ROWS",))])
-def test_more_rows_than_a_fragment_has_columns_take_a_kernel_and_partials_of_their_own(
-    batch: int, features: tuple[str, ...]
-) -> None:
-    spec = DecoderSpec("small", "llama", 128, 96, 1, 2, 1, 64, 200, 1e4, 1e-6, 128)
-    made = variant_of(lower(decode_step(spec, 32, batch=batch), ScheduleConfig(), H100))
-    more = MANY_ROWS_BYTES if features else 0
-    assert (made.rows, made.features, made.partials_bytes) == (batch, features, 16384 if features else 8192)
-    room = made.smem_bytes - made.staged_bytes - RESERVED_BYTES - more
-    assert made.ring_slots == room // made.chunk_bytes
 
 
 @pytest.mark.parametrize(("warps", "matrix", "vector"), [(4, 1, 1), (5, 2, 1), (6, 2, 2), (10, 4, 4), (32, 15, 15)])

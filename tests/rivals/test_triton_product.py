@@ -49,7 +49,7 @@ def check(made: Tensor, x: Tensor, matrix: Coded) -> None:
 def cases() -> list[tuple[tuple[int, int], int, str, str, int]]:
     """Each shape with zero points and without; all batches, formats, types and configurations in turn."""
     shapes = [shape for shape in SHAPES for _ in range(2)]
-    batches, names = cycle([1, 2, 3, 4, 5, 6, 7, 8, 9, 16]), cycle(["bf16", "bf16", "f16"])
+    batches, names = cycle([1, 2, 3, 4, 5, 6, 7, 8]), cycle(["bf16", "bf16", "f16"])
     formats = cycle(["int4", "int4-zeros", "int4-g128-f32", "int4-zeros"])
     found = []
     for number, each in enumerate(zip(shapes, batches, formats, names, strict=False)):
@@ -71,7 +71,7 @@ def test_a_product_of_words_is_that_of_what_the_codes_mean(
 
 def test_the_cases_have_every_batch_format_and_configuration() -> None:
     found = cases()
-    assert {rows for _, rows, *_ in found} == {*range(1, 10), 16}
+    assert {rows for _, rows, *_ in found} == set(range(1, 9))
     assert {config for *_, config in found} == set(range(len(CONFIGS)))
     assert {text for _, _, text, *_ in found} == set(FORMATS)
 
@@ -125,7 +125,7 @@ from triton.compiler import ASTSource
 from flywheel.rivals.triton_product import CONFIGS, _product_kernel
 
 pointers = {"x_ptr": "*bf16", "words_ptr": "*i32", "scales_ptr": "*bf16", "zeros_ptr": "*i8", "made_ptr": "*bf16"}
-constants = {"ROWS_OF_X": 4, "X_TILE": 8, "HAS_ZEROS": True, "OFFSET": 136}
+constants = {"ROWS_OF_X": 4, "HAS_ZEROS": True, "OFFSET": 136}
 for arch, config in ((80, CONFIGS[0]), (90, CONFIGS[-2])):
     values = {**constants, **config.kwargs}
     signature = {**pointers, **dict.fromkeys(("magic", "height", "width"), "i32"), **dict.fromkeys(values, "constexpr")}
@@ -154,7 +154,7 @@ def test_the_kernel_compiles_for_two_architectures_and_no_number_of_the_matrix_c
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [*range(1, 9), 9, 16])
+@pytest.mark.parametrize("rows", range(1, 9))
 def test_on_a_gpu_every_configuration_has_the_same_product_and_one_is_chosen(rows: int, gpu: Gpu) -> None:
     shape, text, name = [
         ((4096, 4096), "int4", "bf16"), ((3584, 18944), "int4-zeros", "bf16"), ((4608, 3584), "int4", "f16"),

@@ -17,7 +17,7 @@ from flywheel.models.catalog import CATALOG
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id, variant_of
 from flywheel.search.knobs import KNOBS, REMOVED, Choice, Value
-from flywheel.search.space import Space, check_runnable, make_space
+from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload
 from flywheel.vm.pack import pack
 
@@ -122,7 +122,7 @@ def test_every_ring_of_the_space_fits_every_gpu(model: str, dtype: str) -> None:
                     assert (variant.smem_bytes, variant.chunk_bytes) == (smem, chunk)
 
 
-@pytest.mark.parametrize("batch", [2, 4, 8, 16])
+@pytest.mark.parametrize("batch", [2, 4, 8])
 def test_every_ring_of_a_batch_fits_an_operand_that_is_staged_in_slices(batch: int) -> None:
     spec = replace(CATALOG["llama3-8b"], n_layers=1, vocab=512)
     searched = make_space(workload(spec, TARGETS["h200"], batch=batch))
@@ -133,18 +133,6 @@ def test_every_ring_of_a_batch_fits_an_operand_that_is_staged_in_slices(batch: i
                 packed = pack(lower(searched.workload.graph, config, searched.workload.target))
                 assert (packed.variant.smem_bytes, packed.variant.chunk_bytes) == (smem, chunk)
     assert {8192, 16384} <= {*values(searched, "chunk")}
-
-
-def test_a_batch_fuses_no_norm_whose_rows_shared_memory_has_no_room_for() -> None:
-    """16 rows of 4,096 halves take 128 KiB, and of 5,120 160: no staging area is that large."""
-    fits, outgrows = (
-        make_space(workload(replace(CATALOG[model], n_layers=1, vocab=512), TARGETS["h200"], batch=16))
-        for model in ("qwen3-8b", "qwen3-14b")
-    )
-    fused = "fuse.qkv", "fuse.out", "fuse.mlp_in", "fuse.head"
-    assert [values(fits, name) for name in fused] == [(0, 1), (0, 1, 2), (0, 1, 2), (0, 1)]
-    assert [values(outgrows, name) for name in fused] == [(0,), (0, 1), (0, 1), (0,)]
-    check_runnable(outgrows)
 
 
 @pytest.mark.parametrize(("weights", "chunks"), [("int8", (16384, 32768)), ("int4", (8192, 16384, 32768))])

@@ -33,7 +33,7 @@ typedef uint32_t amk_counter_t;
 #define AMK_MAX_WAITS 8
 #define AMK_MAX_RANK 4
 #define FW_MAX_STEPS 16
-#define FW_MAX_ROWS 16
+#define FW_MAX_ROWS 8
 #define FW_MAX_RANKS 8
 #define FW_NO_TOKEN (-1)
 #define FW_FRAGMENT_ROWS 16
@@ -45,7 +45,6 @@ typedef uint32_t amk_counter_t;
 #define FW_PEERS_SHIFT 16
 #define FW_RESERVED_BYTES 16384
 #define FW_PARTIALS_BYTES 8192
-#define FW_MANY_ROWS_BYTES 9216
 #define FW_MIN_STAGED_BYTES 16384
 #define FW_WORK_BYTES 8192
 #define FW_MAX_RING_SLOTS 64

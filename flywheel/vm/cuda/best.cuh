@@ -19,7 +19,7 @@ __device__ __forceinline__ int finite_index(uint32_t key, uint32_t earliest) {
 
 // Launches alternate between two words a row, behind the launch counts; each clears those of the next one.
 __device__ __forceinline__ unsigned long long* best_word(const amk_program_t& program, uint32_t launch, int row) {
-    return reinterpret_cast<unsigned long long*>(program.state) + 1 + (launch & 1) * LAUNCH_ROWS + row;
+    return reinterpret_cast<unsigned long long*>(program.state) + 1 + (launch & 1) * FW_MAX_ROWS + row;
 }
 
 // What one thread has seen of the columns of one row, in ascending order. Half a warp looks at the same row.

@@ -30,23 +30,10 @@ constexpr int WARP_ARRIVALS = EVERY_THREAD ? WARP : 1;
 #endif
 __device__ __forceinline__ int product_rows(int rows) { return FW_ROWS > 0 ? FW_ROWS : rows; }
 
-// Rows that there is room for, of an operand and of a launch: tiles of so many as an mma has columns.
-constexpr int TILE_ROWS = 8;
-#ifdef FW_MANY_ROWS
-constexpr int ROW_TILES = FW_MAX_ROWS / TILE_ROWS;
-#else
-constexpr int ROW_TILES = 1;
-#endif
-constexpr int LAUNCH_ROWS = ROW_TILES * TILE_ROWS;
-static_assert(FW_ROWS <= LAUNCH_ROWS, "a kernel of more rows is one of FW_MANY_ROWS");
-// A kernel of many rows takes one as it takes several.
-__device__ __forceinline__ constexpr bool is_one_row(int rows) { return ROW_TILES == 1 && rows == 1; }
-
 constexpr int TASK_SLOTS = 2;
 constexpr int X_ROUNDS = 4;  // stagings that the matrix warps may be behind
-constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES * ROW_TILES;
-constexpr int RESERVED_BYTES = FW_RESERVED_BYTES + (ROW_TILES > 1 ? FW_MANY_ROWS_BYTES : 0);
-constexpr int PARTIAL_OFFSET = RESERVED_BYTES - PARTIAL_BYTES;
+constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES;
+constexpr int PARTIAL_OFFSET = FW_RESERVED_BYTES - PARTIAL_BYTES;
 
 static_assert(WARPS >= 4 && VECTOR_WARPS >= 1, "a block needs four warps");
 
@@ -74,7 +61,7 @@ struct Block {
     int queue_first, queue_end;    // instructions
     int stream_first, stream_end;  // segments
     uint32_t* counters;            // this launch's set
-    int positions[LAUNCH_ROWS];    // of each sequence in the launch, or -1
+    int positions[FW_MAX_ROWS];    // of each sequence in the launch, or -1
     uint32_t launch;               // its number
     uint32_t set;                  // of this launch, of awaited buffers: bytes from the first one
     uint32_t aborted;
@@ -95,12 +82,12 @@ struct Block {
     uint64_t partial_empty[2];  // its partials have been read
     uint64_t task_ready[TASK_SLOTS];
     uint64_t task_free[TASK_SLOTS];
-    alignas(16) float reduce[2 * ROW_TILES][WARP];
+    alignas(16) float reduce[2][WARP];
 #ifdef FW_FORMATS
     uint8_t x_scales[FW_MAX_X_SCALES];  // of the staged operand, where blocks of it have one: exponents of floats (digits.cuh)
 #endif
     float nothing;  // a negative zero: no value changes when it is added
-    float scales[LAUNCH_ROWS];  // what products with those rows are multiplied by, until the next such norm
+    float scales[FW_MAX_ROWS];  // what products with those rows are multiplied by, until the next such norm
     TaskSlot tasks[TASK_SLOTS];
 
     // [pass_blocks][MATRIX_WARPS][rows][16], two in turn.
@@ -109,7 +96,7 @@ struct Block {
         return reinterpret_cast<float*>(first + PARTIAL_OFFSET + (pass & 1) * (PARTIAL_BYTES / 2));
     }
     __device__ __forceinline__ char* staging() {
-        return reinterpret_cast<char*>(this) + RESERVED_BYTES;
+        return reinterpret_cast<char*>(this) + FW_RESERVED_BYTES;
     }
     __device__ __forceinline__ uint32_t* counter(int index) const { return counters + index * (FW_COUNTER_STRIDE / 4); }
     __device__ __forceinline__ void set_progress(int index) {

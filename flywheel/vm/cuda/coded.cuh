@@ -25,7 +25,7 @@ template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
     }
     static __device__ __forceinline__ int offset(int step, int rows) {
         const int unit = step / C::STEPS;
-        if (!is_one_row(rows)) return unit * C::UNIT_BYTES + C::rows_offset(step - unit * C::STEPS);
+        if (rows > 1) return unit * C::UNIT_BYTES + C::rows_offset(step - unit * C::STEPS);
         return step * C::STEP_BYTES + unit * (C::UNIT_BYTES - C::CODE_BYTES);
     }
     static __device__ __forceinline__ uint32_t x_fragment(uint32_t unit, int step) { return unit * UNIT_FRAGMENTS; }
@@ -50,12 +50,12 @@ template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
     __device__ __forceinline__ void clear() {
         clear_sums(0.0f);
 #pragma unroll
-        for (int i = 0; i < 4 * ROW_TILES; i++) total[i] = 0.0f;
+        for (int i = 0; i < 4; i++) total[i] = 0.0f;
     }
     __device__ __forceinline__ void preload(const char* step, int rows, int lane) {
         const uint32_t from = shared_address(step) + lane * 16;
 #pragma unroll
-        for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * (is_one_row(rows) ? 512 : C::STEP_BYTES));
+        for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * (rows == 1 ? 512 : C::STEP_BYTES));
     }
 
     // Fragments of a step of one row, which `take(group, which of the group's, a)` multiplies. Each load makes room for one of `from`.
@@ -258,11 +258,10 @@ template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
         int step = part.first % C::STEPS, left = part.count;
         const int unit = part.first / C::STEPS;
         groups -= unit * UNIT_GROUPS;
-        if (!is_one_row(rows)) {
+        if (rows != 1) {
             ready();
             const uint32_t its = shared_address(x + (lane & 3) * 4 + min(row, rows - 1) * x_stride) + unit * UNIT_X_BYTES;
-            const uint32_t apart = tile_distance(row, rows, x_stride);
-            return this->add_rows(a - C::rows_offset(step), its, apart, groups, step, left, lane, next);
+            return this->add_rows(a - C::rows_offset(step), its, groups, step, left, lane, next);
         }
         uint32_t unit_x = shared_address(x + (digits ? 0 : (lane & 3) * 4)) + unit * UNIT_X_BYTES;
         uint32_t scales = a - lane * 16 + (C::STEPS - step) * C::STEP_BYTES;
@@ -290,7 +289,7 @@ template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
     }
     __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
         const int row = lane >> 2, quarter = lane & 3;
-        if (is_one_row(rows)) {
+        if (rows == 1) {
             if (!C::SCALED && !C::DIGITS && !C::HALVES) scale_one(0, 0, 0, lane);
             float sum = quarter & 2 ? total[1] : total[0];
             sum += __shfl_xor_sync(~0u, quarter & 2 ? total[0] : total[1], 2);
@@ -299,15 +298,11 @@ template <int FORMAT> struct CodedProduct : CodedRows<FORMAT> {
             return;
         }
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-            const auto* sums = acc + tile * 4;  // of a product that is not scaled
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int m = tile * TILE_ROWS + quarter * 2 + i % 2;
-                const float even = sums[0][i] + sums[2][i], odd = sums[1][i] + sums[3][i];
-                const float sum = C::SCALED ? total[tile * 4 + i] : even + odd * C::ODD;
-                if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum * C::UNDO_ROWS, adds);
-            }
+        for (int i = 0; i < 4; i++) {
+            const int m = quarter * 2 + i % 2;
+            const float even = acc[0][i] + acc[2][i], odd = acc[1][i] + acc[3][i];
+            const float sum = C::SCALED ? total[i] : even + odd * C::ODD;
+            if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum * C::UNDO_ROWS, adds);
         }
     }
 };

@@ -14,7 +14,7 @@
 
 #if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
 
-#if FW_ROWS <= 1 && !defined(FW_MANY_ROWS)
+#if FW_ROWS <= 1
 #define FW_RESCALES
 #endif
 

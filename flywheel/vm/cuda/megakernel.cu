@@ -80,7 +80,7 @@ __device__ __forceinline__ void anchor(const Block& block, int at) {
 extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
     megakernel(const amk_program_t* device_program, int position, const int32_t* positions) {
     Block& block = this_block();
-    if (threadIdx.x < LAUNCH_ROWS) block.positions[threadIdx.x] = positions ? positions[threadIdx.x] : position;
+    if (threadIdx.x < FW_MAX_ROWS) block.positions[threadIdx.x] = positions ? positions[threadIdx.x] : position;
     if (threadIdx.x < sizeof(amk_program_t) / 8) {
         reinterpret_cast<uint64_t*>(&block.program)[threadIdx.x] = reinterpret_cast<const uint64_t*>(device_program)[threadIdx.x];
     }
@@ -96,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
     if (blockIdx.x == 0 && threadIdx.x < block.ranks.ranks) {  // the launch before is over, refill included
         store_release_sys(begun_word(block.ranks, threadIdx.x, block.ranks.rank), launch + 1);
     }
-    for (int i = threadIdx.x; blockIdx.x == 0 && i < FW_MAX_RANKS * LAUNCH_ROWS; i += FW_THREADS) {
-        *told_best(block.ranks, block.ranks.rank, i / LAUNCH_ROWS, launch + 1, i % LAUNCH_ROWS) = 0;
+    for (int i = threadIdx.x; blockIdx.x == 0 && i < FW_MAX_RANKS * FW_MAX_ROWS; i += FW_THREADS) {
+        *told_best(block.ranks, block.ranks.rank, i / FW_MAX_ROWS, launch + 1, i % FW_MAX_ROWS) = 0;
     }
 #endif
     uint32_t* cleared = counter_set(program, launch + 1);
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
         cleared[i * (FW_COUNTER_STRIDE / 4)] = 0;
     }
     if (threadIdx.x == 0) {
-        for (int row = 0; blockIdx.x == 0 && row < LAUNCH_ROWS; row++) *best_word(program, launch + 1, row) = 0;
+        for (int row = 0; blockIdx.x == 0 && row < FW_MAX_ROWS; row++) *best_word(program, launch + 1, row) = 0;
         enter(block, launch);
         anchor(block, FW_ANCHOR_FIRST_NS);
     }

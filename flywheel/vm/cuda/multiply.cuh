@@ -122,8 +122,7 @@ template <typename P, bool ALONE> __device__ __forceinline__ Progress run_segmen
     int lane = lane_id();
     asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too
     const element_t* x = reinterpret_cast<const element_t*>(block.staging());
-    // What others load or make anew for each chunk, for want of registers; and asks the ring once.
-    constexpr bool KEEPS = FW_ROWS > 1 && (ALONE || ROW_TILES == 1);
+    constexpr bool KEEPS = FW_ROWS > 1;  // what others load or make anew for each chunk, for want of registers; and asks the ring once
     const int chunk_warps = ALONE ? 1 : block.program.chunk_warps;
     const int groups = chunk_groups(block), group = warp / chunk_warps, member = warp - group * chunk_warps;
     const Share<ALONE> share(member, chunk_warps);

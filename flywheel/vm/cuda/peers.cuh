@@ -183,7 +183,7 @@ __device__ __forceinline__ uint32_t* begun_word(const amk_ranks_t& ranks, int of
 // clears those of the next one.
 __device__ __forceinline__ uint64_t* told_best(const amk_ranks_t& ranks, int of, int by, uint32_t launch, int row) {
     uint64_t* const words = reinterpret_cast<uint64_t*>(begun_word(ranks, of, FW_MAX_RANKS));
-    return words + ((launch & 1) * FW_MAX_RANKS + by) * LAUNCH_ROWS + row;
+    return words + ((launch & 1) * FW_MAX_RANKS + by) * FW_MAX_ROWS + row;
 }
 
 // The best of a row over all ranks, of which this one has made `best`. For one thread.

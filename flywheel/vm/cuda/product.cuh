@@ -25,12 +25,6 @@ struct Fragments {
     static __device__ __forceinline__ int groups(const MatrixSegment& segment, int chunk) { return 0; }
 };
 
-// Bytes from a lane's row of x to the one that it has of the next tile: behind the last row, that once more.
-__device__ __forceinline__ uint32_t tile_distance(int row, int rows, int x_stride) {
-    if (ROW_TILES == 1) return 0;
-    return (min(row + TILE_ROWS, rows - 1) - min(row, rows - 1)) * x_stride * static_cast<int>(sizeof(element_t));
-}
-
 // A sum of products, or more of one, for which there is a place.
 __device__ __forceinline__ void put(float* partial, float sum, bool adds) { *partial = adds ? *partial + sum : sum; }
 
@@ -38,11 +32,11 @@ __device__ __forceinline__ void put(float* partial, float sum, bool adds) { *par
 
 // acc[m][0] is row g, acc[m][1] row g + 8 of lane 4g + t, over the columns 4t..4t+3 that the lane sees.
 struct Product : Fragments {
-    float acc[LAUNCH_ROWS][2];
+    float acc[FW_MAX_ROWS][2];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int m = 0; m < LAUNCH_ROWS; m++) acc[m][0] = acc[m][1] = 0.0f;
+        for (int m = 0; m < FW_MAX_ROWS; m++) acc[m][0] = acc[m][1] = 0.0f;
     }
     static constexpr int PRELOADED = 1 << 30;  // none is that long
     __device__ __forceinline__ void preload(const char* fragments, int rows, int lane) {}
@@ -57,7 +51,7 @@ struct Product : Fragments {
             float4 low = *reinterpret_cast<const float4*>(a);
             float4 high = *reinterpret_cast<const float4*>(a + 16);
 #pragma unroll
-            for (int m = 0; m < LAUNCH_ROWS; m++) {
+            for (int m = 0; m < FW_MAX_ROWS; m++) {
                 if (m < rows) {
                     float4 v = *reinterpret_cast<const float4*>(b + m * x_stride);
                     acc[m][0] += low.x * v.x + low.y * v.y + high.x * v.z + high.y * v.w;
@@ -68,7 +62,7 @@ struct Product : Fragments {
     }
     __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
 #pragma unroll
-        for (int m = 0; m < LAUNCH_ROWS; m++) {
+        for (int m = 0; m < FW_MAX_ROWS; m++) {
             if (m < rows) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -119,12 +113,11 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2
 }
 
 constexpr int CHAINS = 4;  // accumulators, so that products do not wait for each other
-constexpr int TILE_CHAINS = CHAINS / ROW_TILES;  // of each tile of rows
 constexpr int ROUND_BYTES = ROUND * FRAGMENT_BYTES;
 constexpr int FRAGMENT_X_BYTES = 16 * sizeof(element_t);
 constexpr int ROUND_X_BYTES = ROUND * FRAGMENT_X_BYTES;
 
-static_assert(ROUND % CHAINS == 0 && CHAINS == 4 && TILE_CHAINS > 1, "Product::flush");
+static_assert(ROUND % CHAINS == 0 && CHAINS == 4, "Product::flush_row");
 
 // Fragments, and where there is one row of x what they are multiplied by: a load for CHAINS of them.
 struct Round {
@@ -163,29 +156,17 @@ struct Product : Fragments {
         even.load(from);
         odd.load(from + ROUND_BYTES);
     }
-    // A round, where x of its first fragment is at `b`: loaded with it.
-    __device__ __forceinline__ void multiply(const Round& round) {
+    // A round, where x of its first fragment is at `b`: loaded with it, or for several rows only now, for want of registers.
+    template <bool ONE_ROW> __device__ __forceinline__ void multiply(const Round& round, uint32_t b) {
 #pragma unroll
         for (int at = 0; at < ROUND; at += CHAINS) {
-            uint2 x[CHAINS];  // or ptxas deals out registers otherwise
-#pragma unroll
-            for (int c = 0; c < CHAINS; c++) x[c] = round.x[at / CHAINS];
-#pragma unroll
-            for (int c = 0; c < CHAINS; c++) mma(acc[c], round.w[at + c], x[c]);
-        }
-    }
-    // A round times several rows: x is loaded only now, for want of registers. Tile t of rows has accumulators t * TILE_CHAINS and
-    // behind.
-    __device__ __forceinline__ void multiply_rows(const Round& round, uint32_t b, uint32_t apart) {
-#pragma unroll
-        for (int at = 0; at < ROUND; at += TILE_CHAINS) {
             uint2 x[CHAINS];
 #pragma unroll
             for (int c = 0; c < CHAINS; c++) {
-                x[c] = load_shared8(b + c / TILE_CHAINS * apart + (at + c % TILE_CHAINS) * FRAGMENT_X_BYTES);
+                x[c] = ONE_ROW ? round.x[at / CHAINS] : load_shared8(b + (at + c) * FRAGMENT_X_BYTES);
             }
 #pragma unroll
-            for (int c = 0; c < CHAINS; c++) mma(acc[c], round.w[at + c % TILE_CHAINS], x[c]);
+            for (int c = 0; c < CHAINS; c++) mma(acc[c], round.w[at + c], x[c]);
         }
     }
     // Pairs of rounds, the first of which is preloaded: a round is multiplied while the one behind it comes in, and then makes
@@ -196,56 +177,50 @@ struct Product : Fragments {
 #pragma unroll 1
         for (; pairs > 1; pairs--) {
             a += 2 * ROUND_BYTES;
-            multiply(even);
+            multiply<true>(even, b);
             even.load(a);
             even.load_x(b + 2 * ROUND_X_BYTES);
-            multiply(odd);
+            multiply<true>(odd, b + ROUND_X_BYTES);
             odd.load(a + ROUND_BYTES);
             odd.load_x(b + 3 * ROUND_X_BYTES);
             b += 2 * ROUND_X_BYTES;
         }
         const uint32_t from = next();
-        multiply(even);
+        multiply<true>(even, b);
         if (from != 0) even.load(from);
-        multiply(odd);
+        multiply<true>(odd, b + ROUND_X_BYTES);
         if (from != 0) odd.load(from + ROUND_BYTES);
     }
-    // The same for several rows, all of it in the loop: behind it ptxas has no registers for more than one load of x at a time. Tiles
-    // of rows are `apart`.
-    template <typename Next> __device__ __forceinline__ void add_rows(uint32_t a, uint32_t b, uint32_t apart, int pairs, Next next) {
+    // The same for several rows, all of it in the loop: behind it ptxas has no registers for more than one load of x at a time.
+    template <typename Next> __device__ __forceinline__ void add_rows(uint32_t a, uint32_t b, int pairs, Next next) {
 #pragma unroll 1
         for (bool more = true; more; b += 2 * ROUND_X_BYTES) {
             more = --pairs > 0;
             uint32_t from = more ? a + 2 * ROUND_BYTES : next();
             from = from != 0 ? from : a;  // where nothing follows, the same once more
-            multiply_rows(even, b, apart);
+            multiply<false>(even, b);
             even.load(from);
-            multiply_rows(odd, b + ROUND_X_BYTES, apart);
+            multiply<false>(odd, b + ROUND_X_BYTES);
             odd.load(from + ROUND_BYTES);
             a = from;
         }
     }
     // Fragments that fill no pair.
-    __device__ __forceinline__ void add_few(uint32_t a, uint32_t b, uint32_t apart, int count) {
-        constexpr int N = TILE_CHAINS;
+    __device__ __forceinline__ void add_few(uint32_t a, uint32_t b, int count) {
 #pragma unroll 1
-        for (; count >= N; count -= N, a += N * FRAGMENT_BYTES, b += N * FRAGMENT_X_BYTES) {
-            uint4 w[N];
+        for (; count >= CHAINS; count -= CHAINS, a += CHAINS * FRAGMENT_BYTES, b += CHAINS * FRAGMENT_X_BYTES) {
+            uint4 w[CHAINS];
             uint2 x[CHAINS];
 #pragma unroll
             for (int c = 0; c < CHAINS; c++) {
-                if (c < N) w[c] = load_shared16(a + c * FRAGMENT_BYTES);
-                x[c] = load_shared8(b + c / N * apart + c % N * FRAGMENT_X_BYTES);
+                w[c] = load_shared16(a + c * FRAGMENT_BYTES);
+                x[c] = load_shared8(b + c * FRAGMENT_X_BYTES);
             }
 #pragma unroll
-            for (int c = 0; c < CHAINS; c++) mma(acc[c], w[c % N], x[c]);
+            for (int c = 0; c < CHAINS; c++) mma(acc[c], w[c], x[c]);
         }
 #pragma unroll 1
-        for (; count > 0; count--, a += FRAGMENT_BYTES, b += FRAGMENT_X_BYTES) {
-            const uint4 w = load_shared16(a);
-#pragma unroll
-            for (int tile = 0; tile < ROW_TILES; tile++) mma(acc[tile * N], w, load_shared8(b + tile * apart));
-        }
+        for (; count > 0; count--, a += FRAGMENT_BYTES, b += FRAGMENT_X_BYTES) mma(acc[0], load_shared16(a), load_shared8(b));
     }
     // `part` of a chunk, preloaded if it has as many fragments; `next` is asked only then. `ready` waits for x.
     template <typename Ready, typename Next>
@@ -254,35 +229,29 @@ struct Product : Fragments {
         const int count = part.count;
         uint32_t a = shared_address(fragments) + lane * 16;
         uint32_t b = shared_address(x + min(lane >> 2, rows - 1) * x_stride + (lane & 3) * 4);
-        const uint32_t apart = tile_distance(lane >> 2, rows, x_stride);
         const int pairs = count / PRELOADED, paired = pairs * PRELOADED;
         asm volatile("" : "+r"(a), "+r"(b));
         ready();
         if (pairs > 0) {
-            if (is_one_row(rows)) {
+            if (rows == 1) {
                 add_pairs(a, b + (lane >> 2) % CHAINS * FRAGMENT_X_BYTES, pairs, next);
             } else {
-                add_rows(a, b, apart, pairs, next);
+                add_rows(a, b, pairs, next);
             }
         }
-        if (paired < count) add_few(a + paired * FRAGMENT_BYTES, b + paired * FRAGMENT_X_BYTES, apart, count - paired);
+        if (paired < count) add_few(a + paired * FRAGMENT_BYTES, b + paired * FRAGMENT_X_BYTES, count - paired);
     }
     __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
         const int row = lane >> 2, quarter = lane & 3;
-        if (is_one_row(rows)) {
+        if (rows == 1) {
             flush_row(partial + row, quarter, adds);
             return;
         }
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int m = tile * TILE_ROWS + quarter * 2 + i % 2;
-                const int first = tile * TILE_CHAINS;
-                const float half = acc[first][i] + acc[first + 1][i];
-                const float sum = TILE_CHAINS == 2 ? half : half + (acc[2][i] + acc[3][i]);
-                if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum, adds);
-            }
+        for (int i = 0; i < 4; i++) {
+            const int m = quarter * 2 + i % 2;
+            const float sum = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
+            if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum, adds);
         }
     }
     // What counts is in lanes 4 * row + c / 2 and 4 * row + 2 + c / 2: these see to the lower rows, those to the upper ones.

@@ -149,7 +149,7 @@ __device__ __forceinline__ Operand result(Block& block, const amk_instruction_t&
 }
 
 // Task params as ir/positions.py moves them.
-__device__ __forceinline__ void move_to(amk_instruction_t& instruction, const int (&positions)[LAUNCH_ROWS]) {
+__device__ __forceinline__ void move_to(amk_instruction_t& instruction, const int (&positions)[FW_MAX_ROWS]) {
     const int position = positions[instruction.sequence];
     amk_params_t& params = instruction.params;
 #ifdef FW_WINDOW

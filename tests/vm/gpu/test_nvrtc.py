@@ -13,7 +13,6 @@ from effort import sample
 
 from flywheel.errors import ConfigError, KernelCompileError
 from flywheel.ir import TARGETS, DType
-from flywheel.plan.features import features_of
 from flywheel.plan.kernels import arch_name
 from flywheel.vm.gpu import nvrtc
 from flywheel.vm.gpu.nvrtc import CompiledVariant, EntryUsage, compile_unit, compile_variant, read_usage
@@ -35,10 +34,10 @@ VARIANTS: tuple[tuple[str, int, DType, int], ...] = (
     *((arch, 512, DType.BF16, 0) for arch in ("sm_80", "sm_100a", "sm_120")),
     *(("sm_90a", threads, DType.BF16, 0) for threads in (192, 320, 448, 512)),
     *(("sm_90a", 512, dtype, 0) for dtype in (DType.F16, DType.F32)),
-    *(("sm_90a", 448, DType.BF16, rows) for rows in (1, 8, 16)),
+    *(("sm_90a", 448, DType.BF16, rows) for rows in (1, 8)),
 )
 """Each architecture with a kernel of its own, each thread count that the space has, each element type; where there is a
-choice, most threads: they have the fewest registers. And the kernels of one row, of eight and of 16 alone."""
+choice, most threads: they have the fewest registers. And the kernels of one row and of eight alone."""
 
 REGISTERS_PER_PARTITION = 16384
 """An SM has four partitions, among which a block's warps are dealt out; registers come in eights."""
@@ -82,13 +81,7 @@ def unfit(kernel: CompiledVariant) -> list[str]:
 def test_every_variant_fits_one_block_on_an_sm_and_spills_nothing(
     kernel_cache: Path, arch: str, threads: int, dtype: DType, rows: int
 ) -> None:
-    features = features_of((), rows=rows)
-    assert unfit(compile_variant(arch, threads, dtype, kernel_cache, rows=rows, features=features)) == []
-
-
-def test_a_kernel_of_more_than_eight_rows_is_none_without_its_feature(kernel_cache: Path) -> None:
-    with pytest.raises(KernelCompileError, match=r"block\.cuh\(\d+\): error: static assertion failed"):
-        compile_variant("sm_90a", 448, DType.BF16, kernel_cache, rows=16)
+    assert unfit(compile_variant(arch, threads, dtype, kernel_cache, rows=rows)) == []
 
 
 CODED: tuple[tuple[str, int, DType, tuple[int, ...]], ...] = (

@@ -19,7 +19,7 @@ from torch import Tensor
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.operations import PRODUCTS
 from flywheel.plan.scratch import SPILLED
-from flywheel.plan.staging import WORK_BYTES
+from flywheel.plan.staging import PARTIALS_BYTES, WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import InstructionFlag, Layout, SegmentFlag, StepFlag
@@ -342,7 +342,7 @@ class TableVM:
             assert segment["row_chunks"] >= packed.variant.chunk_groups and kblocks * 16 == step["params"]["K"]
         else:
             assert kblocks == each and marked == [fresh, *slices]
-        assert blocks * packed.variant.matrix_warps * len(x) * 64 <= packed.variant.partials_bytes // 2
+        assert blocks * packed.variant.matrix_warps * len(x) * 64 <= PARTIALS_BYTES // 2
         assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
         assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]
         assert segment["row_chunks"] == made["row_chunks"] or any(slices)

@@ -5,7 +5,6 @@
 #include "../vm.cuh"
 
 constexpr int STAGE_LOADS = 4;  // in flight, a thread
-constexpr int ROWS_AT_ONCE = FW_ROWS > 0 && FW_ROWS < TILE_ROWS ? FW_ROWS : TILE_ROWS;
 
 // A slice of x, in K fragments from `first` on, on its way to shared memory. Sizes in elements.
 struct XSlice {
@@ -56,37 +55,34 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
 }
 
 // Stages and announces several such rows, slice by slice, each where the one before it was. A thread takes the same columns of each
-// row, ROWS rows after the others. Where there are registers for it, a slice is loaded while its place may still be read: then only stores follow.
+// row. Where there are registers for it, a slice is loaded while its place may still be read: then only stores follow.
 template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const amk_step_t& step, int round) {
     constexpr int FRAGMENT_ROW = 16 * sizeof(element_t), COLUMNS = ROWS > 4 ? 1 : 8 / ROWS, STEP = VECTOR_THREADS * 16;
     constexpr int GROUPS = COLUMNS * ROWS;
-    constexpr bool AHEAD = FW_ROWS > 0 && ROW_TILES == 1 && HOLDS_SLICE;
-    constexpr bool EXACT = FW_ROWS > 0 && FW_ROWS % ROWS == 0;  // there are all of them
+    constexpr bool AHEAD = FW_ROWS > 0 && HOLDS_SLICE;
     const Operand& x = vm.arg(step, 0);
-    const int rows = product_rows(step.as.product.rows), all = step.params.K * static_cast<int>(sizeof(element_t));
+    const int rows = FW_ROWS > 0 ? ROWS : step.as.product.rows, all = step.params.K * static_cast<int>(sizeof(element_t));
     const int each = step.as.product.kblocks * FRAGMENT_ROW, mine = vm.thread() * 16;
     const bool awaited = x.layout == FW_LAYOUT_AWAITED;
-    const char* from = x.ptr;  // the slice's first column, of the second tile too, and where in it the thread is
-    const char* second = from + static_cast<int64_t>(TILE_ROWS) * all;
+    const char* from = x.ptr;  // the slice's first column, and where in it the thread is
     int at = mine, width = min(each, all), left = all;
-    const auto load = [&](Vec16<element_t> (&v)[ROW_TILES][GROUPS]) {
+    const auto group = [&](int i) {  // behind the last column and row, those once more
+        const int column = min(at + i / ROWS * STEP, width - 16), r = FW_ROWS > 0 ? i % ROWS : min(i % ROWS, rows - 1);
+        return from + column + static_cast<int64_t>(r) * all;
+    };
+    const auto load = [&](Vec16<element_t> (&v)[GROUPS]) {
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-            const auto group = [&](int i) {  // behind the last column and row, those once more
-                const int column = min(at + i / ROWS * STEP, width - 16), r = tile * ROWS + i % ROWS;
-                const int its = EXACT ? i % ROWS : min(r, rows - 1) - tile * ROWS;
-                return (tile == 0 ? from : second) + column + static_cast<int64_t>(its) * all;
-            };
-#pragma unroll
-            for (int i = 0; i < GROUPS; i++) v[tile][i] = load16<element_t>(group(i));
-            if (!awaited) continue;
-            vm.await_first(v[tile][0], group(0));
-            vm.settle(v[tile], group);
-        }
+        for (int i = 0; i < GROUPS; i++) v[i] = load16<element_t>(group(i));
+    };
+    const auto settle = [&](Vec16<element_t> (&v)[GROUPS]) {
+        if (!awaited) return;
+        vm.await_first(v[0], group(0));
+        vm.settle(v, group);
     };
     const int begin = round;
-    Vec16<element_t> kept[ROW_TILES][GROUPS];
+    Vec16<element_t> kept[GROUPS];
     load(kept);
+    settle(kept);
     vm.stamp(FW_STAMP_READY);
 #pragma unroll 1
     for (bool begins = true;;) {
@@ -95,23 +91,24 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
         at += COLUMNS * STEP;
         if (ends) {
             from += width;
-            second += width;
             left -= width;
             width = min(each, left);
             at = mine;
         }
-        Vec16<element_t> next[ROW_TILES][GROUPS];
-        if (AHEAD && !ends) load(next);
+        Vec16<element_t> next[GROUPS];
+        if (AHEAD && !ends) {
+            load(next);
+            settle(next);
+        }
         if (begins && round > vm.block().stagings) {
             uint64_t* const read = &vm.block().x_read[(round - 1) % X_ROUNDS];
             if (!warp_barrier_wait(read, (round - 1) / X_ROUNDS & 1, &vm.block().aborted)) break;
         }
         const uint32_t to = shared_address(vm.block().staging()) + its;
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * GROUPS; i++) {
-            const int r = i / GROUPS * ROWS + i % ROWS, column = i % GROUPS / ROWS * STEP;
-            const bool there = (column < inside) & (EXACT || r < rows);
-            if (there) store_shared16(to + r * pitch + column, kept[i / GROUPS][i % GROUPS].bits());
+        for (int i = 0; i < GROUPS; i++) {
+            const bool there = (i / ROWS * STEP < inside) & (FW_ROWS > 0 || i % ROWS < rows);
+            if (there) store_shared16(to + i % ROWS * pitch + i / ROWS * STEP, kept[i].bits());
         }
         if (ends) {
             vm.announce(round);
@@ -119,9 +116,12 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
         }
         if (left == 0) break;
         begins = ends;
-        if (!AHEAD || ends) load(next);
+        if (!AHEAD || ends) {
+            load(next);
+            settle(next);
+        }
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * GROUPS; i++) kept[i / GROUPS][i % GROUPS] = next[i / GROUPS][i % GROUPS];
+        for (int i = 0; i < GROUPS; i++) kept[i] = next[i];
     }
     return round;
 }
@@ -143,7 +143,7 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
     if (step.flags & FW_STEP_X_IN_PLACE) return round + 1;
     const bool packed = step.params.K % 16 == 0 && aligned16(vm.arg(step, 0).ptr);
     if (FW_ROWS != 1 && packed && product_rows(step.as.product.rows) > 1) {
-        return announce_rows<ROWS_AT_ONCE>(vm, step, round);
+        return announce_rows<FW_ROWS == 0 ? FW_MAX_ROWS : FW_ROWS>(vm, step, round);
     }
 #pragma unroll 1
     for (int first = 0; first * 16 < step.params.K; first += step.as.product.kblocks, round++) {
