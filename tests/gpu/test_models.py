@@ -78,11 +78,11 @@ def tensors_at(
 ) -> dict[str, Tensor]:
     """A decode step's tensors: caches hold random rows up to `pos` and NaN from there on."""
     generator = torch.Generator().manual_seed(pos)
-    past = torch.full((context, 1, spec.head_dim), torch.nan)
     tensors = dict(bind(program, weights_of(spec, dtype, device)))
     for buffer in program.buffers:
         if buffer.kind is BufferKind.KV_CACHE:
-            past[:pos] = torch.randn((pos, 1, spec.head_dim), generator=generator)
+            past = torch.full(tuple(buffer.shape), torch.nan)
+            past[:pos] = torch.randn((pos, *buffer.shape[1:]), generator=generator)
             tensors[buffer.name] = past.to(TORCH_DTYPES[dtype]).to(device)
     token = int(torch.randint(spec.vocab, (1,), generator=generator))
     values = {"token_id": token, "position": pos}

@@ -19,6 +19,19 @@ template <typename F> __device__ __forceinline__ float sum_of(const RowGroup& v,
     return sum;
 }
 
+// The same of the thread's groups of a row: KEPT that it has, of which some may be behind the row's end, and those behind them.
+template <int KEPT, typename F>
+__device__ __forceinline__ float sum_of_row(const RowGroup (&kept)[KEPT], const char* x, int first, int groups, float mean, F f) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) sum += first + k * VECTOR_THREADS < groups ? sum_of(kept[k], mean, f) : 0.0f;
+#pragma unroll 1
+    for (int group = first + KEPT * VECTOR_THREADS; group < groups; group += VECTOR_THREADS) {
+        sum += sum_of(load16<element_t>(x + group * 16), mean, f);
+    }
+    return sum;
+}
+
 // Rows of `groups` 16-byte groups. A thread keeps its first KEPT groups of a row, and loads the others again and again.
 __device__ __forceinline__ void centre_rows(Vm vm, const char* x, const char* w, const char* b, char* out, int rows, int groups,
                                             const amk_step_t& step) {
@@ -31,18 +44,9 @@ __device__ __forceinline__ void centre_rows(Vm vm, const char* x, const char* w,
         RowGroup kept[KEPT];
 #pragma unroll
         for (int k = 0; k < KEPT; k++) kept[k] = load16<element_t>(x + min(first + k * VECTOR_THREADS, groups - 1) * 16);
-        const auto whole = [&](float mean, auto f) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int k = 0; k < KEPT; k++) sum += inside(k) ? sum_of(kept[k], mean, f) : 0.0f;
-#pragma unroll 1
-            for (int group = rest; group < groups; group += VECTOR_THREADS) {
-                sum += sum_of(load16<element_t>(x + group * 16), mean, f);
-            }
-            return sum;
-        };
-        const float mean = vm.sum(whole(0.0f, [](float each) { return each; })) * share;
-        const float variance = vm.sum(whole(mean, [](float each) { return each * each; }), 1) * share;
+        const float mean = vm.sum(sum_of_row(kept, x, first, groups, 0.0f, [](float each) { return each; })) * share;
+        const auto squared = [](float each) { return each * each; };
+        const float variance = vm.sum(sum_of_row(kept, x, first, groups, mean, squared), 1) * share;
         const float scale = rsqrtf(variance + step.params.eps);
         const auto put = [&](const RowGroup& v, int group) {
             const RowGroup weights = load16<element_t>(w + group * 16), added = load16<element_t>((b ? b : w) + group * 16);
