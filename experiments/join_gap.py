@@ -2,9 +2,9 @@
 
     python experiments/join_gap.py llama3-8b --prompt 2048
 
-Seven sequences decode; an eighth joins with a prompt, ROUNDS times with a new one and then with one that was read
-before. A gap is the time between two tokens of one of the seven, as the host gets them. It is given in steps: the
-median gap while nobody joins. The first round also loads kernels of torch. Weights are random.
+Seven sequences decode; an eighth joins with a prompt, ROUNDS times with a new one, and then twice with the last one. A
+gap is the time between two tokens of one of the seven, as the host gets them. It is given in steps: the median gap
+while nobody joins. The first round also loads kernels of torch. Weights are random.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def main() -> None:
         step = median(gap for _ in range(40) for gap in watch.gaps())
         print(f"{arguments.model}, {len(others)} decode by {decoder.schedule}: {step:.2f} ms a step", flush=True)
         prompt: list[int] = []
-        for number in range(ROUNDS + 1):
-            again = number == ROUNDS
+        for number in range(ROUNDS + 2):
+            again = number >= ROUNDS
             prompt = prompt if again else drawn(arguments.prompt)
             gaps, first_ms, answer = join(decoder, watch, prompt)
             read = answer.prompt_read

@@ -21,7 +21,7 @@ from flywheel.process import available_bytes
 BLOCK: Final = 16
 """Tokens of a block, as in vLLM."""
 
-RUN: Final = 128
+RUN: Final = 16
 """Blocks that are copied together; limits the memory of copies, and their time."""
 
 _SHARE: Final = 16
