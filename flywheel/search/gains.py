@@ -50,7 +50,7 @@ def gains_of(campaign: Campaign, records: Sequence[TrialRecord]) -> Gains | None
 def gains_in(store: Store, campaign: Campaign) -> Gains | None:
     """As `gains_of`, of a campaign of the store, from few of its rows. Raises StoreError, too."""
     space = make_space(workload_of(campaign), pins_of(campaign))
-    return gained(space, store.landmarks(campaign.name, _firsts(space)))
+    return gained(space, store.landmarks(campaign.name, _known(space)))
 
 
 def workload_of(campaign: Campaign) -> Workload:
@@ -64,15 +64,14 @@ def gained(space: Space, records: Sequence[TrialRecord]) -> Gains | None:
     best = best_of(records)
     if best is None:
         return None
-    seeds = {record.config_id for record in records if record.source == "seed"}
-    firsts = _firsts(space)
+    seeds = {record.config_id for record in records if record.source == "seed"} | _known(space)
     rows = {record.config_id: record for record in ranked(records) if record.kind == best.kind}
-    known = [record for identity, record in rows.items() if identity in seeds | firsts]
+    known = [record for identity, record in rows.items() if identity in seeds]
     seed = min(known, key=_latency, default=None)
     sure = None
     if best.source == "final" and seed is not None and seed.created_at == best.created_at:  # rows of one final
         sure = seed.program_id not in {record.program_id for record in (best, *tied_with(best, records))}
-    start = min([rows[each] for each in firsts if each in rows], key=_latency, default=None)
+    start = min([rows[each] for each in _firsts(space) if each in rows], key=_latency, default=None)
     return Gains(start, seed, best, sure)
 
 
@@ -81,6 +80,12 @@ def _firsts(space: Space) -> set[str]:
     config = space.to_config(space.known_good()[0])
     tiling = {name: own for name, own in config.tiling.items() if name != "exchange"}
     return {config.config_id, replace(config, tiling=tiling).config_id}
+
+
+def _known(space: Space) -> set[str]:
+    """The ids of the schedules that are known for any work. The row of one that an earlier search of the store has
+    tried says that the store answered it, not that it is a seed."""
+    return _firsts(space) | {space.to_config(choice).config_id for choice in space.known_good()}
 
 
 def faster(best: TrialRecord, than: TrialRecord) -> float:
