@@ -101,7 +101,7 @@ def test_a_campaign_is_one_run_with_its_series_parameters_and_files(
     assert "**predicted** 700 us" in tags["mlflow.note.content"]
     assert [point[:2] for point in history["best_us/predicted_low"]] == [(0, 774.0), (2, 688.0), (4, 602.0)]
     assert [point[:2] for point in history["best_us/predicted_high"]] == [(0, 1030.0), (2, 912.0), (4, 798.0)]
-    assert "measured perhaps 602 to 798 us (predictions for 44 schedules of" in tags["mlflow.note.content"]
+    assert "measured perhaps 602 to 798 us (predictions for 47 schedules of" in tags["mlflow.note.content"]
     assert (params["predicted.basis"], params["predicted.why"][:11]) == ("checked", "predictions")
     assert paths == ["best.json", "plots"]
 
