@@ -156,7 +156,7 @@ def test_a_config_that_no_kernels_run_is_rejected_by_every_command_that_predicts
     """`lower` still writes the program, which the reference VM runs."""
     wide = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 528,
         "vocab_size": 512, "max_position_embeddings": 64,
     }  # fmt: skip
     Path("config.json").write_text(json.dumps(wide), encoding="utf-8")
@@ -168,7 +168,7 @@ def test_a_config_that_no_kernels_run_is_rejected_by_every_command_that_predicts
         3, "rejected", ["load"], None,
     )  # fmt: skip
     reason = found["reason"].removeprefix("[load] ")
-    assert reason.endswith("head_dim=512 is above 256")
+    assert reason.endswith("head_dim=528 is above 512")
     lowered = run("lower", "--config", "schedule.json", *work, "--output", "program.json", "--json")
     assert (lowered.exit_code, json.loads(lowered.stdout)["no_kernels"]) == (0, reason)
     assert f"flywheel: no kernels run it: {reason}" in lowered.stderr.splitlines()

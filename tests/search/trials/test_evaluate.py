@@ -48,7 +48,7 @@ class Packer:
 
 @pytest.mark.parametrize(
     ("change", "context", "fact"),
-    [({"head_dim": 512}, 64, "head_dim=512 is above 256"), ({"head_dim": 6}, 33, "396 bytes, no multiple of 16")],
+    [({"head_dim": 528}, 64, "head_dim=528 is above 512"), ({"head_dim": 6}, 33, "396 bytes, no multiple of 16")],
 )
 def test_what_no_kernels_run_is_refused_unmeasured_as_the_worker_of_a_gpu_refuses_it(
     lab: Any, change: dict[str, int], context: int, fact: str

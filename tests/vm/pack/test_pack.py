@@ -268,10 +268,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         r"task 1 \(t1\): ADD reads buffer 1 \(w\), a matrix elsewhere",
     ),
     "wide heads": (
-        {"q": (IN, F32, (1, 300)), "k": (KV, F32, (4, 1, 300)), "v": (KV, F32, (4, 1, 300)), "y": (OUT, F32, (1, 300))},
-        [("ATTENTION_TILE", ["q", "k", "v"], ["y"], {"head_dim": 300, "n_heads": 1, "n_kv_heads": 1, "kv_start": 0,
+        {"q": (IN, F32, (1, 600)), "k": (KV, F32, (4, 1, 600)), "v": (KV, F32, (4, 1, 600)), "y": (OUT, F32, (1, 600))},
+        [("ATTENTION_TILE", ["q", "k", "v"], ["y"], {"head_dim": 600, "n_heads": 1, "n_kv_heads": 1, "kv_start": 0,
                                                      "kv_len": 2, "scale": 1.0})],
-        r"task 0 \(t0\): ATTENTION_TILE head_dim=300 is above 256",
+        r"task 0 \(t0\): ATTENTION_TILE head_dim=600 is above 512",
     ),
     "a cache off 16 bytes": (
         {"q": (IN, F32, (1, 6)), "k": (KV, F32, (3, 1, 6)), "v": (KV, F32, (3, 1, 6)), "y": (OUT, F32, (1, 6))},
