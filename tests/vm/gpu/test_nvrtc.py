@@ -103,6 +103,12 @@ def test_a_kernel_of_several_ranks_spills_nothing(kernel_cache: Path, formats: t
     assert unfit(kernel) == []
 
 
+@pytest.mark.parametrize(("heads", "rows"), [("HEADS_128", 1), ("HEADS_128", 8), ("HEADS_64", 8)])
+def test_a_kernel_that_streams_past_rows_spills_nothing(kernel_cache: Path, heads: str, rows: int) -> None:
+    kernel = compile_variant("sm_90a", 512, DType.BF16, kernel_cache, rows=rows, features=(heads, "PAST"))
+    assert unfit(kernel) == []
+
+
 def test_every_target_has_an_architecture() -> None:
     assert {target.sm_arch: arch_name(target.sm_arch) for target in TARGETS.values()} == {
         80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120",
