@@ -29,6 +29,9 @@ _K = InstructionKind
 BLOCK_ROWS: Final = 16
 """Rows of a cache that a warp multiplies at once."""
 
+_ALIGNED: Final = 8
+"""Elements of a half type in 16 bytes, which the kernel loads of queries at once."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedRows:
@@ -106,7 +109,9 @@ def _streams(routine: Routine, dtype: DType, variant: KernelVariant) -> bool:
     step = routine.steps[-1]
     params = step.params
     caches = [form.inputs[ref] for ref in step.args[1:]]
-    query = form.inputs[step.args[0]] if step.args[0] < RESULT_REF else routine.steps[step.args[0] - RESULT_REF].result
+    maker = routine.steps[step.args[0] - RESULT_REF] if step.args[0] >= RESULT_REF else None
+    query = form.inputs[step.args[0]] if maker is None else maker.result
+    aligned = maker is None or maker.op is not _K.COPY or maker.params.get("n_off", 1) % _ALIGNED == 0
     head_dim: int = params["head_dim"]
     return (
         len(step.args) == 3
@@ -117,6 +122,7 @@ def _streams(routine: Routine, dtype: DType, variant: KernelVariant) -> bool:
         and query.dtype is dtype
         and all(each.dtype is dtype and each.kind is BufferKind.KV_CACHE for each in caches)
         and chunk_rows(variant, head_dim * dtype.nbytes(1)) > 0
+        and aligned
         and not routine.matrices
         and sum(each.attends for each in routine.steps) == 1
     )

@@ -114,3 +114,18 @@ def test_another_value_of_the_knob_is_refused() -> None:
 def test_the_attention_is_the_last_step_of_a_streamed_task() -> None:
     for task in streams(pack(program())):
         assert task.params["recipe"].steps[-1].op is InstructionKind.ATTENTION_TILE
+
+
+def test_queries_that_begin_between_16_bytes_are_loaded_with_their_rows() -> None:
+    """The kernel loads 16 bytes of queries at once."""
+    made = program(replace(SPEC, family="smollm3", turned=(True, False)))
+    moved = [task for task in made.tasks if task.params.get("kv_rows") == KvRows.PAST][-1]  # of the layer without RoPE
+    recipe = moved.params["recipe"]
+    steps = [
+        replace(step, params={**step.params, "n_off": 4}) if step.op is InstructionKind.COPY else step
+        for step in recipe.steps
+    ]
+    other = {**moved.params, "recipe": replace(recipe, steps=tuple(steps))}
+    tasks = [replace(task, params=other) if task is moved else task for task in made.tasks]
+    before, after = make_plan(made).streamed, make_plan(replace(made, tasks=tuple(tasks))).streamed
+    assert np.flatnonzero(before != after).tolist() == [made.tasks.index(moved)]
