@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.ir import Buffer, BufferKind, DType, GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.ir.compressed import Run, Use, brief_of, uses_by_recipe
 from flywheel.ir.program import once
 from flywheel.plan.features import features_of
@@ -192,8 +192,14 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     operands = operands_of(uses, brief.buffers)
     config = program.config or ScheduleConfig()
     variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands))
-    features = features_of([*uses, *_moving(brief.runs)], variant.streams_past)
-    return replace(variant, rows=rows_of(operands), features=features)
+    streams_past = variant.streams_past and any(map(_may_stream, brief.buffers))
+    features = features_of([*uses, *_moving(brief.runs)], streams_past)
+    return replace(variant, rows=rows_of(operands), streams_past=streams_past, features=features)
+
+
+def _may_stream(buffer: Buffer) -> bool:
+    """Whether the loader can stream a buffer's rows: those of a cache, and not of F32, which has no tensor cores."""
+    return buffer.kind is BufferKind.KV_CACHE and buffer.dtype is not DType.F32
 
 
 def _moving(runs: Sequence[Run]) -> Iterator[Use]:

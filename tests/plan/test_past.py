@@ -14,7 +14,9 @@ from flywheel.ir import TARGETS, DType, InstructionKind, KvRows, MegakernelProgr
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan.features import PAST
 from flywheel.plan.program import make_plan
+from flywheel.plan.variant import variant_of
 from flywheel.vm.abi import InstructionFlag, SegmentFlag
 from flywheel.vm.pack import PackedProgram, pack
 
@@ -78,6 +80,13 @@ def test_a_task_s_segments_name_its_rows_and_the_chunks_of_weights_before_them()
 )  # fmt: skip
 def test_what_the_kernel_cannot_stream_is_loaded(work: dict[str, Any]) -> None:
     assert streams(pack(program(**work))) == []
+
+
+def test_a_kernel_of_f32_has_no_code_for_streamed_rows() -> None:
+    """It would not compile."""
+    made = program(dtype=DType.F32)
+    assert variant_of(made) == variant_of(program(dtype=DType.F32, past=0))
+    assert PAST in variant_of(program()).features
 
 
 def test_caches_that_another_task_writes_before_the_position_are_loaded() -> None:
