@@ -3,7 +3,7 @@
 The steps are ROPE and KV_APPEND of the key, KV_APPEND of the value, ROPE of the queries, and ATTENTION_TILE, the task's
 last step. No other step reads their scratch results. If both key and queries have a norm before the ROPE, the kernel
 also computes the two norms. If the attention is to the new row alone, the kernel of the key's ROPE does all steps;
-otherwise the attention's kernel does. Source: docs/vm.md.
+otherwise the attention's kernel does, which ends at once where it sees no row at all. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find_new_row(steps: Sequence[PlannedStep], form: Form, dtype: DType, views: 
     """The new row that the steps end with; None if they do not. `views` are steps that do not run, and `dtype` is the
     program's."""
     run = [place for place in range(len(steps)) if place not in views][-len(_OPS) :]
-    if form.kv_rows == KvRows.PAST or tuple(steps[place].op for place in run) != _OPS:
+    if form.kv_rows == KvRows.PAST or form.misses or tuple(steps[place].op for place in run) != _OPS:
         return None
     key_rope, key, value, query_rope, attention = run
     row = NewRow(key_rope, key, value, query_rope, attention, alone=form.kv_rows == KvRows.NEW)
@@ -66,6 +66,7 @@ def _attends(row: NewRow, steps: Sequence[PlannedStep], form: Form) -> bool:
         len(attention.args) == 3
         and attention.args[0] == RESULT_REF + row.query_rope
         and attention.params["n_kv_heads"] == 1
+        and attention.params.get("kv_len", 1) > 0
         and key.args[0] == RESULT_REF + row.key_rope
         and all(_writes(step, cache, form) for step, cache in zip((key, value), attention.args[1:], strict=True))
         and (not row.alone or all(inherited(attention, form, name) for name in ("kv_start", "kv_len")))

@@ -16,6 +16,7 @@ from flywheel.ir import (
     BufferKind,
     DType,
     InstructionKind,
+    KvRows,
     MegakernelProgram,
     Run,
     Task,
@@ -152,7 +153,17 @@ def _kind(params: Mapping[str, Any]) -> Hashable:
     """The params that determine a task's steps: the recipe, the values that no tile changes, and the names of the
     others."""
     own, given = _names(tuple(params))
-    return params.get("recipe"), tuple([(name, params[name]) for name in own]), given, params.get("kv_rows")
+    values = tuple([(name, params[name]) for name in own])
+    return params.get("recipe"), values, given, params.get("kv_rows"), _misses(params)
+
+
+def _misses(params: Mapping[str, Any]) -> bool:
+    """Whether a task that appends a row may attend to none. A window of NEW rows has the row that is appended, and so
+    has one from row 0 on."""
+    recipe, always = params.get("recipe"), params.get("kv_start", 0) == 0 < params.get("kv_len", 1)
+    if recipe is None or always or params.get("kv_rows") == KvRows.NEW:
+        return False
+    return any(step.op is InstructionKind.KV_APPEND for step in recipe.steps)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -204,6 +215,7 @@ def _form(
         own={name: params[name] for name in own},
         given=given,
         kv_rows=params.get("kv_rows"),
+        misses=_misses(params),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         written=written,

@@ -113,7 +113,8 @@ class _RoutineKey:
 
 def _key(form: Form) -> Hashable:
     own = tuple(sorted(form.own.items()))
-    return form.op, form.recipe, own, form.given, form.kv_rows, form.inputs, form.outputs, form.written, form.widest
+    where = form.kv_rows, form.misses
+    return form.op, form.recipe, own, form.given, where, form.inputs, form.outputs, form.written, form.widest
 
 
 @lru_cache(maxsize=1024)

@@ -73,7 +73,8 @@ class Form:
     """The common properties of tasks with the same steps: everything except buffer ids and tile params.
 
     `own` are a plain opcode's params that are the same for every tile. `given` names the params that may differ.
-    `written[k]` is the output that is also input k, if there is one. `kv_rows` is a KvRows or None.
+    `written[k]` is the output that is also input k, if there is one. `kv_rows` is a KvRows or None. `misses` says
+    whether the window may be empty at some position, where the task also appends a row.
     """
 
     op: InstructionKind
@@ -81,6 +82,7 @@ class Form:
     own: Mapping[str, Any]
     given: frozenset[str]
     kv_rows: int | None
+    misses: bool
     inputs: tuple[StepOperand, ...]
     outputs: tuple[StepOperand, ...]
     written: tuple[int | None, ...]

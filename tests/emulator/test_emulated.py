@@ -17,7 +17,7 @@ from emulator.gpu import EmulatedGpu, build_variant
 from emulator.translate import CALLS, translate
 
 from flywheel.errors import GpuFaultError
-from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
+from flywheel.ir import TARGETS, BufferKind, DType, KvRows, MegakernelProgram, ScheduleConfig, validate
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -284,6 +284,20 @@ def test_streamed_rows_of_a_window_move_with_the_position(
 ) -> None:
     monkeypatch.setitem(globals(), "SPEC", replace(SPEC, window=20, windowed=(True, False)))
     check_launches(gpu, lowered(gpu, CONFIGS["fused, the past streamed"], 2), [5, 17], start)
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+def test_a_row_is_appended_though_the_task_attends_to_none(gpu: EmulatedGpu) -> None:
+    """Its window stays at the row for which the program was lowered, and is empty before."""
+    made = lowered(gpu, replace(CONFIGS["fused, by data"], pipelining_depth=4))
+    params = [{name: each for name, each in task.params.items() if name != "kv_rows"} for task in made.tasks]
+    tasks = [
+        replace(task, params=own) if task.params.get("kv_rows") == KvRows.NEW else task
+        for task, own in zip(made.tasks, params, strict=True)
+    ]
+    program = replace(made, tasks=tuple(tasks))
+    assert validate(program, strict=True).ok
+    check_launches(gpu, program, [5], 14)
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
