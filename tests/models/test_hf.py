@@ -591,8 +591,11 @@ def test_heads_of_layers_without_a_window_are_read_as_both_releases_write_them()
     of_layers = {f"{layer:02d}": heads for layer in range(5, 48, 6)}
     new = {key: value for key, value in GEMMA4_12B.items() if "global" not in key} | {"per_layer_config": of_layers}
     assert spec_from_config(around | {"text_config": new}, "gemma4-12b") == CATALOG["gemma4-12b"]
-    for other in ({**of_layers, "11": {"head_dim": 256}}, {**of_layers, "04": heads}, {"05": heads}, None):
+    for other in ({**of_layers, "11": {"head_dim": 256}}, {**of_layers, "04": heads}, {"05": heads}, []):
         assert "per_layer_config" in refused(new | {"per_layer_config": other})
+    for none in ({}, None):  # the first one is what transformers writes where they are no others
+        alike = spec_from_config(new | {"per_layer_config": none}, "x").of_layer(5)
+        assert (alike.head_dim, alike.n_kv_heads) == (256, 8)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def _heads(fields: Fields) -> dict[str, Any]:
 def _of_layers(fields: Fields, kinds: list[str]) -> tuple[int | None, int | None]:
     """(head_dim, num_key_value_heads) of the layers without a window, as transformers 5.23 writes them."""
     given = fields.values[_OF_LAYERS]
+    if given is None or given == {}:  # which says that they are no others
+        return None, None
     full = [str(layer) for layer, kind in enumerate(kinds) if kind == _KINDS[0]]
     listed = dict(given) if isinstance(given, Mapping) else {}
     same = [each for each in listed.values() if each != next(iter(listed.values()))] == []
