@@ -54,7 +54,7 @@ BRACKETS = re.compile(r"[\[\]…]|\.\.\.")
 OTHERS = {"--num-cpus", "--load-format", "--emulate-gpu"}
 """Options of ray, vLLM and pytest of which the docs speak."""
 
-NUMBERS = {3: "three", 5: "five", 8: "eight", 12: "twelve"}
+NUMBERS = {2: "two", 3: "three", 5: "five", 8: "eight", 12: "twelve"}
 MIB = 2**20
 
 
@@ -246,7 +246,8 @@ def numbers_of_searches() -> Iterator[str]:
     yield f"The {NUMBERS[foreseen._FIRST]} of which most is expected are measured first"
     yield f"{expectation._WEIGHT:g} is expected at first"
     yield f"with its {lessons._EACH} best measurements, as far as they lose less than {100 * lessons._WITHIN:g} %"
-    yield f"up to {lessons._ALL} of all campaigns"
+    yield f"At most {NUMBERS[lessons._CAMPAIGNS]} campaigns a workload teach"
+    yield f"at most {lessons._ALL} measurements in all"
     yield f"the best schedules of the {NUMBERS[warm.NEIGHBOURS]} most similar workloads"
     yield f"A final has up to {NUMBERS[finals.ROUNDS]} rounds"
 
