@@ -40,13 +40,13 @@ KIB = 1024
 VERSION = "11"
 PREDICTED_US = (
     "0x1.8766baa3bb3cfp+5",
-    "0x1.e99dab383e97ap+5",
-    "0x1.cad4083601451p+5",
-    "0x1.40f365581f1bep+6",
+    "0x1.6d38bcdb71e45p+5",
+    "0x1.c2542e7ef163fp+5",
+    "0x1.ce92d66fa3c58p+5",
     "0x1.c539c550ac799p+5",
-    "0x1.e768f3f3ea3edp+5",
-    "0x1.385089e5ac5d7p+6",
-    "0x1.f9fc4a3c9f7a4p+5",
+    "0x1.eb5d975f06291p+5",
+    "0x1.3c045ecf16f0bp+6",
+    "0x1.f87e67448af4ep+5",
 )
 """What VERSION of the model says of four programs of each small model."""
 
