@@ -89,8 +89,10 @@ def session_of(
     family: str = "qwen3", config: str = "split", batch: int = 1, lanes: int = 4, dtype: DType = DType.F32,
     granules: HostGranules | None = None, order: str = "list",
 ) -> ReferenceSession:  # fmt: skip
-    spec = SPECS[family]
-    program = lower(decode_step(spec, CONTEXT, dtype, batch * lanes, lanes=lanes), CONFIGS[config], TARGET)
+    spec, how = SPECS[family], CONFIGS[config]
+    if spec.v_norm:  # between the steps of a new row
+        how = replace(how, fusion_grouping=[["k_norm", "v_norm", "q_norm", *names] for names in how.fusion_grouping])
+    program = lower(decode_step(spec, CONTEXT, dtype, batch * lanes, lanes=lanes), how, TARGET)
     weights = random_weights(spec, 1, TORCH_DTYPES[dtype])
     return ReferenceSession(program, spec, weights, granules=granules, order=order)
 

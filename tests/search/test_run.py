@@ -98,7 +98,7 @@ def test_a_model_that_no_schedule_can_run_is_refused_before_there_is_a_store(tmp
     """Not as trials that are all rejected: the GPU's worker would refuse every one of them."""
     document = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 512,
+        "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 528,
         "vocab_size": 512, "max_position_embeddings": 64,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(document))
@@ -108,7 +108,7 @@ def test_a_model_that_no_schedule_can_run_is_refused_before_there_is_a_store(tmp
     name, _, fact = str(caught.value).partition(": ")
     assert name == str(tmp_path)
     assert fact.startswith("no schedule has kernels: task ")
-    assert fact.endswith(": head_dim=512 is above 256")
+    assert fact.endswith(": head_dim=528 is above 512")
     assert not store.exists()
 
 
