@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flywheel import ir
-from flywheel.plan import formats, placing, staging, step, variant
+from flywheel.plan import formats, scratch, staging, step, variant
 from flywheel.vm import abi
 
 HEADER = Path(__file__).parents[1] / "flywheel" / "vm" / "cuda" / "abi.h"
@@ -49,7 +49,7 @@ CAPS = {
     "FW_FRAGMENT_ROWS": staging.FRAGMENT_ROWS,
     "FW_FRAGMENT_K": staging.FRAGMENT_K,
     "FW_RESULT_REF": step.RESULT_REF,
-    "FW_SPILLED": placing.SPILLED,
+    "FW_SPILLED": scratch.SPILLED,
     "FW_ABSENT": step.ABSENT,
     "FW_COUNTER_STRIDE": abi.COUNTER_STRIDE,
     "FW_PEERS_SHIFT": abi.PEERS_SHIFT,
