@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../warp.cuh"
+#include "pairs.cuh"
 
 #if FW_DTYPE != AMK_DTYPE_F32
 
@@ -89,6 +90,36 @@ __device__ __forceinline__ uint32_t column(const uint4& lower, const uint4& uppe
 __device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t halves) {
     return floats_to_halves(low - half_to_float(static_cast<unsigned short>(halves)),
                             high - half_to_float(static_cast<unsigned short>(halves >> 16)));
+}
+
+// The weights of 16 rows as a product wants them: the sum of two halves, since one alone would round what must not be rounded yet.
+// `low` and `high` scale what heads 2t and 2t + 1 have summed up before.
+struct Weighed {
+    uint2 weights, rests;
+    float low, high;
+};
+
+// Scores of one head at a lane's four rows, of which `raised` is the highest or what was before, become weights. The running softmax
+// of the head takes them in.
+__device__ __forceinline__ Weighed weigh(float (&weight)[4], float raised, float& highest, float& total, int t) {
+    raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
+    raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
+    const float factor = decay(highest, raised);
+    highest = raised;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        weight[i] = decay(weight[i], raised);
+        sum += weight[i];
+    }
+    Weighed by;
+    by.low = __shfl_sync(~0u, factor, t * 8), by.high = __shfl_sync(~0u, factor, t * 8 + 4);
+    by.weights = {floats_to_halves(weight[0], weight[1]), floats_to_halves(weight[2], weight[3])};
+    by.rests = {pack_rests(weight[0], weight[1], by.weights.x), pack_rests(weight[2], weight[3], by.weights.y)};
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    total = total * factor + sum;
+    return by;
 }
 
 #endif

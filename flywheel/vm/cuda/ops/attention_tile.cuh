@@ -79,25 +79,9 @@ struct Softmax {
         const bool goes_on = Rows<D>::SLICES == 1 && next < length;
         rows.load_values(vm, step, heads.kv_head, first, Rows<D>::AHEAD, Rows<D>::VALUES);
         if (goes_on) rows.load_keys(vm, step, heads.kv_head, next, 0, 2);
-        raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
-        raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
-        const float factor = decay(highest, raised);
-        highest = raised;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            weight[i] = decay(weight[i], raised);
-            sum += weight[i];
-        }
-        const float low = __shfl_sync(~0u, factor, t * 8), high = __shfl_sync(~0u, factor, t * 8 + 4);
-        // Weights as the sum of two halves: one alone would round what must not be rounded yet.
-        const uint2 weights = {floats_to_halves(weight[0], weight[1]), floats_to_halves(weight[2], weight[3])};
-        const uint2 rests = {pack_rests(weight[0], weight[1], weights.x), pack_rests(weight[2], weight[3], weights.y)};
+        const Weighed by = weigh(weight, raised, highest, total, t);
         float* const part = static_cast<float*>(__cvta_shared_to_generic(first_part)) -
             place.warp * parts.heads * parts.pitch;
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        total = total * factor + sum;
         if (t == 0 && g < heads.count) Parts::stats(vm, g)[place.warp] = {highest, total};
 #pragma unroll
         for (int s = 0; s < Rows<D>::SLICES; s++) {
@@ -108,8 +92,8 @@ struct Softmax {
             const auto scaled = [](const float4& v, float by) { return float4{v.x * by, v.y * by, v.z * by, v.w * by}; };
             const bool has = Rows<D>::has_slice(s, g);
             if (begun && has) {
-                sums[0][0] = scaled(row(0)[0], low), sums[0][1] = scaled(row(0)[1], low);
-                sums[1][0] = scaled(row(1)[0], high), sums[1][1] = scaled(row(1)[1], high);
+                sums[0][0] = scaled(row(0)[0], by.low), sums[0][1] = scaled(row(0)[1], by.low);
+                sums[1][0] = scaled(row(1)[0], by.high), sums[1][1] = scaled(row(1)[1], by.high);
             }
             __syncwarp();  // behind the last head, its row is read by others than the lane that writes it
             // Fragment rows g and g + 8 are elements j and j + 4 of the lane's eight.
@@ -118,8 +102,8 @@ struct Softmax {
                 const uint4 columns = {column(v[0][s], v[1][s], j), column(v[0][s], v[1][s], j + 4),
                                        column(v[2][s], v[3][s], j), column(v[2][s], v[3][s], j + 4)};
                 float acc[4] = {a, b, c, d};
-                mma(acc, columns, weights);
-                mma(acc, columns, rests);
+                mma(acc, columns, by.weights);
+                mma(acc, columns, by.rests);
                 a = acc[0], b = acc[1], c = acc[2], d = acc[3];
             };
             multiply(0, sums[0][0].x, sums[1][0].x, sums[0][1].x, sums[1][1].x);

@@ -269,9 +269,10 @@ __device__ __forceinline__ void norm_short_rows(Vm vm, const char* x, const char
     }
 }
 
-// Rows of any types and alignments, a warp each.
-__device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Operand& w, const Operand& out, int pitch, int rows,
-                                              const amk_step_t& step) {
+// Rows of any types and alignments, a warp each; weight(i) is the i-th of a row.
+template <typename Weight>
+__device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Operand& out, int pitch, int rows, const amk_step_t& step,
+                                              Weight weight) {
     const int hidden = step.params.hidden;
 #pragma unroll 1
     for (int row = vm.warp(); row < rows; row += VECTOR_WARPS) {
@@ -284,7 +285,7 @@ __device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Ope
         const float scale = rsqrtf(warp_sum(sum) / hidden + step.params.eps);
 #pragma unroll 1
         for (int i = vm.lane(); i < hidden; i += WARP) {
-            store_result(step.out_dtype, out, row * pitch + i, load(x, row * hidden + i) * scale * norm_weight(load(w, i)));
+            store_result(step.out_dtype, out, row * pitch + i, load(x, row * hidden + i) * scale * weight(i));
         }
     }
 }
@@ -295,20 +296,7 @@ __device__ __forceinline__ void norm_plain(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), out = vm.out(step);
     const int hidden = step.params.hidden;
     vm.await(step.args[0]);
-#pragma unroll 1
-    for (int row = vm.warp(); row < out.numel / hidden; row += VECTOR_WARPS) {
-        float sum = 0.0f;
-#pragma unroll 1
-        for (int i = vm.lane(); i < hidden; i += WARP) {
-            const float value = load(x, row * hidden + i);
-            sum += value * value;
-        }
-        const float scale = rsqrtf(warp_sum(sum) / hidden + step.params.eps);
-#pragma unroll 1
-        for (int i = vm.lane(); i < hidden; i += WARP) {
-            store_result(step.out_dtype, out, row * hidden + i, load(x, row * hidden + i) * scale);
-        }
-    }
+    norm_elements(vm, x, out, hidden, out.numel / hidden, step, [](int) { return 1.0f; });
 }
 #endif
 
@@ -350,7 +338,7 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
         norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, rows, groups, step, awaited);
     } else {
         vm.await(step.args[0]);
-        norm_elements(vm, x, w, out, pitch, rows, step);
+        norm_elements(vm, x, out, pitch, rows, step, [&](int i) { return norm_weight(load(w, i)); });
     }
     if (later) {
         if (vm.thread() < rows) vm.block().scales[vm.thread()] = 1.0f;

@@ -12,7 +12,7 @@
 // With lane = 4g + t: scores are Q (heads x d) times K^T (d x rows), so lane holds head g at rows 2t, 2t+1 and 2t+8, 2t+9. Of the sums,
 // V^T (d x rows) times the weights (rows x heads), it holds heads 2t and 2t+1 at elements 8g..8g+7 of each slice of 64.
 template <int D> struct StreamedSoftmax {
-    static constexpr int CHUNKS = (D + 31) / 32, SLICES = (D + 63) / 64;
+    static constexpr int CHUNKS = D / 32, SLICES = D / 64;
     static constexpr uint32_t ROW_BYTES = D * sizeof(element_t);
     float highest = -INFINITY, total = 0.0f;
     const element_t* queries;  // the lane's first; loaded anew each time, for want of registers
@@ -32,8 +32,8 @@ template <int D> struct StreamedSoftmax {
             float lower[4] = {}, upper[4] = {};
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const uint4 words = Rows<D>::has_chunk(c, t) ? load128(queries + c * 32) : uint4{}, q = {words.x, words.z, words.y, words.w};
-                const uint4 key = Rows<D>::has_chunk(c, t) ? load_shared16(row + c * 64) : uint4{};
+                const uint4 words = load128(queries + c * 32), q = {words.x, words.z, words.y, words.w};
+                const uint4 key = load_shared16(row + c * 64);
                 mma(lower, q, {key.x, key.y});
                 mma(upper, q, {key.z, key.w});
             }
@@ -44,23 +44,7 @@ template <int D> struct StreamedSoftmax {
                 raised = fmaxf(raised, weight[i * 2 + j]);
             }
         }
-        raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
-        raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
-        const float factor = decay(highest, raised);
-        highest = raised;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            weight[i] = decay(weight[i], raised);
-            sum += weight[i];
-        }
-        const float low = __shfl_sync(~0u, factor, t * 8), high = __shfl_sync(~0u, factor, t * 8 + 4);
-        // Weights as the sum of two halves: one alone would round what must not be rounded yet.
-        const uint2 weights = {floats_to_halves(weight[0], weight[1]), floats_to_halves(weight[2], weight[3])};
-        const uint2 rests = {pack_rests(weight[0], weight[1], weights.x), pack_rests(weight[2], weight[3], weights.y)};
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        total = total * factor + sum;
+        const Weighed by = weigh(weight, raised, highest, total, t);
         asm volatile("" : "+r"(values));  // or their loads would move up, for which there are no registers
 #pragma unroll
         for (int s = 0; s < SLICES; s++) {
@@ -68,15 +52,15 @@ template <int D> struct StreamedSoftmax {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const uint32_t row = values + min(2 * t + i % 2 + i / 2 * 8, last) * ROW_BYTES;
-                v[i] = Rows<D>::has_slice(s, g) ? load_shared16(row + s * 128 + g * 16) : uint4{};
+                v[i] = load_shared16(row + s * 128 + g * 16);
             }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const uint4 columns = {column(v[0], v[1], j), column(v[0], v[1], j + 4), column(v[2], v[3], j), column(v[2], v[3], j + 4)};
                 float(&its)[4] = sums[s][j];
-                its[0] *= low, its[1] *= high, its[2] *= low, its[3] *= high;
-                mma(its, columns, weights);
-                mma(its, columns, rests);
+                its[0] *= by.low, its[1] *= by.high, its[2] *= by.low, its[3] *= by.high;
+                mma(its, columns, by.weights);
+                mma(its, columns, by.rests);
             }
         }
     }
@@ -91,7 +75,6 @@ template <int D> struct StreamedSoftmax {
             if (head >= count) continue;
 #pragma unroll
             for (int s = 0; s < SLICES; s++) {
-                if (!Rows<D>::has_slice(s, g)) continue;
                 float4* const row = reinterpret_cast<float4*>(part + head * pitch + s * 64 + g * 8);
                 row[0] = {sums[s][0][i], sums[s][1][i], sums[s][2][i], sums[s][3][i]};
                 row[1] = {sums[s][0][i + 2], sums[s][1][i + 2], sums[s][2][i + 2], sums[s][3][i + 2]};
