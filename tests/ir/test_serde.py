@@ -203,22 +203,25 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("path", "value"), MALFORMED, ids=[f"{path}={value!r:.20}" for path, value in MALFORMED])
 def test_a_malformed_field_is_a_format_error_that_names_it(path: str, value: Any, spec_sample: dict[str, Any]) -> None:
-    _is_refused_by_name(spec_sample, path, value)
+    assert named_in(refusal_of(spec_sample, path, value), path)
 
 
 def test_a_malformed_recipe_is_a_format_error_that_names_the_field(tiny: MegakernelProgram) -> None:
     for path, value in MALFORMED_RECIPES:
-        _is_refused_by_name(program_to_dict(tiny), path, value)
+        assert named_in(refusal_of(program_to_dict(tiny), path, value), path)
 
 
-def _is_refused_by_name(data: dict[str, Any], path: str, value: Any) -> None:
+def refusal_of(data: dict[str, Any], path: str, value: Any) -> str:
+    """The one line that refuses the data with that value at the path."""
     _at(data, path, value)
     with pytest.raises(IrFormatError) as caught:
         program_from_dict(data)
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    named = [part for part in path.split(".") if not part.isdigit()]
-    assert any(part.removesuffix("s") in message for part in named), message
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def named_in(line: str, path: str) -> bool:
+    return any(part.removesuffix("s") in line for part in path.split(".") if not part.isdigit())
 
 
 @pytest.mark.parametrize(
